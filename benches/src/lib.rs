@@ -1,0 +1,1 @@
+//! Benchmarks of kvdock against peers and physical limits.

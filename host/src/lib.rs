@@ -1,0 +1,1 @@
+//! An LLM serving engine whose KV cache outlives the process.

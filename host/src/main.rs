@@ -1,0 +1,2 @@
+//! The `kvdock` command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Model families, weight loaders, tokenizers and chat templates of kvdock.

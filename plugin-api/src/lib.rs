@@ -1,0 +1,1 @@
+//! The stable boundary between kvdock and its storage plugins.

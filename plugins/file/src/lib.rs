@@ -1,0 +1,1 @@
+//! kvdock's storage plugin that keeps KV pages in a directory.

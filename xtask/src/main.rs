@@ -1,0 +1,2 @@
+//! Commands of the kvdock tree.
+fn main() {}
