@@ -1,0 +1,1 @@
+//! Radix tree, pools, tiers and the storage controller.

@@ -1,0 +1,1 @@
+//! Queue, scheduler, batches and sampling.

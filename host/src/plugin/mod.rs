@@ -1,0 +1,1 @@
+//! Discovery, loading and life cycle of storage plugins.
