@@ -1,1 +1,3 @@
-//! HTTP in and out.
+//! HTTP in and out: the OpenAI API, the native API, the admin endpoints and metrics.
+
+pub mod admin;

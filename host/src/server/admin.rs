@@ -1,0 +1,145 @@
+//! What the admin endpoints need from whoever owns the storage backends.
+//!
+//! The HTTP side knows names, configs and replies; loading, draining and switching are behind
+//! [`StorageAdmin`]. All calls may block (they load libraries and drain operations), so the
+//! server runs them on a blocking thread.
+
+use std::time::{Duration, SystemTime};
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// How an attach treats backends that are attached already.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AttachMode {
+    /// Become the only backend: attach when there is none, replace the one there is.
+    ReplaceOnly,
+    /// Replace the named backend and keep the others.
+    Replace(String),
+    /// Append behind those already attached.
+    Add,
+}
+
+/// One request to attach a storage backend. Names only: a backend is found in the search path.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttachRequest {
+    /// The backend's name, as in `storage.<name>`.
+    pub backend: String,
+    /// The backend's own config, over what the config file says for `storage.<name>`. `None`
+    /// takes the config file's table as it is.
+    pub config: Option<Map<String, Value>>,
+    /// Prefetch policy to switch to in the same step, if any. Checked to be a known name.
+    pub prefetch_policy: Option<String>,
+    /// Write policy to switch to in the same step, if any. Checked to be a known name.
+    pub write_policy: Option<String>,
+    /// What happens to backends that are attached.
+    pub mode: AttachMode,
+}
+
+/// Where an attached backend is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BackendState {
+    /// Being opened; takes no traffic yet.
+    Attaching,
+    /// Serving.
+    Attached,
+    /// Serving what it can; `reason` says what it can't.
+    Degraded,
+    /// Stopped taking operations; those in flight are finishing.
+    Draining,
+    /// Broken; no operation is sent to it.
+    Failed,
+    /// A call never returned: the instance can't be closed before the process ends.
+    Zombie,
+    /// Configured and not required, but its attach failed at the start.
+    Detached,
+}
+
+impl BackendState {
+    /// The name used in JSON replies and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Attaching => "attaching",
+            Self::Attached => "attached",
+            Self::Degraded => "degraded",
+            Self::Draining => "draining",
+            Self::Failed => "failed",
+            Self::Zombie => "zombie",
+            Self::Detached => "detached",
+        }
+    }
+}
+
+/// One backend as `GET /hicache/storage-backend` shows it.
+#[derive(Clone, Debug)]
+pub struct BackendStatus {
+    /// The name it is attached under.
+    pub name: String,
+    /// The plugin that serves it.
+    pub plugin: String,
+    /// The plugin's own version.
+    pub version: String,
+    /// SHA-256 of the plugin's file, in hex.
+    pub sha256: String,
+    /// Where it is in its life.
+    pub state: BackendState,
+    /// Since when it has been in that state.
+    pub since: SystemTime,
+    /// Why it is degraded, failed or detached; empty when there is nothing to say.
+    pub reason: String,
+    /// Operations in flight.
+    pub in_flight: u64,
+    /// Host pages held by calls that are past their deadline and have not returned.
+    pub quarantined_pages: u64,
+    /// The config in use, as JSON, with secret values replaced.
+    pub config: Map<String, Value>,
+}
+
+/// The answer to `GET /hicache/storage-backend`, before it is written as JSON.
+#[derive(Clone, Debug, Default)]
+pub struct StorageStatus {
+    /// The prefetch policy in use.
+    pub prefetch_policy: String,
+    /// The write policy in use.
+    pub write_policy: String,
+    /// Attached backends, in the order they are asked.
+    pub backends: Vec<BackendStatus>,
+}
+
+/// Why an admin call was refused. The text is shown to the client.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct AdminError {
+    /// One line that a person can act on.
+    pub message: String,
+}
+
+impl AdminError {
+    /// An error that says `message`.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+        }
+    }
+}
+
+/// Attach, detach, status and clear of storage backends, while requests run.
+///
+/// On any error of `attach` nothing has changed. The text of a success is the second line of the
+/// HTTP reply.
+pub trait StorageAdmin: Send + Sync {
+    /// Attaches or replaces a backend.
+    fn attach(&self, request: AttachRequest) -> Result<String, AdminError>;
+
+    /// Detaches `name`, or all backends. `force` skips the drain. Detaching when nothing is
+    /// attached is a success.
+    fn detach(&self, name: Option<&str>, force: bool) -> Result<String, AdminError>;
+
+    /// What is attached, and how it is.
+    fn status(&self) -> StorageStatus;
+
+    /// Asks every attached backend to drop the pages of this server's namespace. Says what was
+    /// cleared, by backend.
+    fn clear(&self, timeout: Duration) -> Result<String, AdminError>;
+}
