@@ -1,1 +1,3 @@
 //! Discovery, loading and life cycle of storage plugins.
+
+pub mod backend;

@@ -1,0 +1,263 @@
+//! The face through which the cache talks to one attached storage backend.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+pub use kvdock_plugin_api::{ErrorKind, PageStatus};
+
+/// SHA-256 digest of a page's hash chain (see `cache::hash`).
+pub type PageKey = [u8; 32];
+
+/// Deadline and cancel flag of one call.
+#[derive(Debug, Clone)]
+pub struct CallOptions {
+    /// When the call is late.
+    pub deadline: Instant,
+    /// Set to a value other than 0 to ask the backend to give up.
+    pub cancel: Arc<AtomicU32>,
+}
+
+impl CallOptions {
+    /// A call that may take `timeout`, not cancelled.
+    pub fn within(timeout: Duration) -> Self {
+        CallOptions {
+            deadline: Instant::now() + timeout,
+            cancel: Arc::default(),
+        }
+    }
+
+    /// Asks the backend to give up. It still has to return before its pages are free.
+    pub fn cancel(&self) {
+        self.cancel.store(1, Ordering::Release);
+    }
+
+    /// Whether the call was cancelled.
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Acquire) != 0
+    }
+}
+
+/// Where the keys of a call stand in their chain.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ChainInfo<'a> {
+    /// Pages of the sequence before the first key of the call.
+    pub position: u64,
+    /// Keys of those pages, from the start of the sequence, or empty when they are not passed.
+    pub prefix_keys: &'a [PageKey],
+    /// Session the request names, or empty.
+    pub session_id: &'a str,
+}
+
+/// The prefix lengths, in pages, that a store can restore in full. Length 0 always can.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Restorable {
+    lengths: Vec<bool>,
+}
+
+impl Restorable {
+    /// The empty answer over a span of `pages`: only length 0.
+    pub fn none(pages: usize) -> Self {
+        Restorable::from_mask((0..=pages).map(|length| length == 0).collect())
+    }
+
+    /// Every length from 0 to `hit`, of a span of `pages`.
+    pub fn up_to(hit: usize, pages: usize) -> Self {
+        Restorable::from_mask((0..=pages).map(|length| length <= hit).collect())
+    }
+
+    /// `lengths[n]` says whether the first `n` pages can be restored. Entry 0 is made true.
+    pub fn from_mask(mut lengths: Vec<bool>) -> Self {
+        if lengths.is_empty() {
+            lengths.push(true);
+        }
+        lengths[0] = true;
+        Restorable { lengths }
+    }
+
+    /// The greatest length that can be restored.
+    pub fn longest(&self) -> usize {
+        self.lengths.iter().rposition(|&ok| ok).unwrap_or(0)
+    }
+
+    /// The greatest length of at most `limit` pages that can be restored.
+    pub fn longest_within(&self, limit: usize) -> usize {
+        let end = self.lengths.len().min(limit.saturating_add(1));
+        self.lengths[..end].iter().rposition(|&ok| ok).unwrap_or(0)
+    }
+
+    /// Whether the first `pages` pages can be restored.
+    pub fn contains(&self, pages: usize) -> bool {
+        self.lengths.get(pages).copied().unwrap_or(false)
+    }
+
+    /// The lengths that both can restore; what several pools or ranks agree on.
+    pub fn intersect(&self, other: &Restorable) -> Restorable {
+        let lengths = self
+            .lengths
+            .iter()
+            .zip(&other.lengths)
+            .map(|(a, b)| *a && *b)
+            .collect();
+        Restorable::from_mask(lengths)
+    }
+}
+
+/// Why a call to a backend failed as a whole. Pages have statuses of their own.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("storage backend {backend}: {kind}: {message}")]
+pub struct BackendError {
+    /// Name of the backend.
+    pub backend: String,
+    /// Kind of error.
+    pub kind: ErrorKind,
+    /// Whether the same call may succeed later.
+    pub retryable: bool,
+    /// For a person.
+    pub message: String,
+    /// True when the call has not returned: the backend may still touch the pages it was given.
+    /// They belong to the call until [`StorageBackend::reclaim`] hands them back.
+    pub pages_in_use: bool,
+}
+
+/// What a backend says of itself, for the host to plan by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackendLimits {
+    /// Pages a call that suit it best.
+    pub preferred_batch: usize,
+    /// Calls at a time that suit it best.
+    pub concurrency: usize,
+    /// Whether `batch_remove` works.
+    pub remove: bool,
+    /// Whether what it stores outlives the process.
+    pub durable: bool,
+}
+
+/// Figures of a backend's store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BackendStats {
+    /// Pages stored.
+    pub pages: u64,
+    /// Bytes used.
+    pub bytes_used: u64,
+    /// Bytes that may be used; 0 when unbounded or unknown.
+    pub bytes_total: u64,
+    /// Calls that failed since the backend was opened.
+    pub failures: u64,
+}
+
+/// One attached backend instance. All calls may block; they are made from storage threads only,
+/// and concurrently.
+///
+/// When a call returns anything but an error with `pages_in_use`, the backend touches none of the
+/// pages again.
+pub trait StorageBackend: Send + Sync {
+    /// Name under which it is attached.
+    fn name(&self) -> &str;
+    /// Differs between any two instances attached in the life of the process.
+    fn generation(&self) -> u64;
+    /// What suits it.
+    fn limits(&self) -> BackendLimits;
+    /// How long a single call may take; the default of `storage.<name>.timeout`.
+    fn timeout(&self) -> Duration;
+    /// Which prefixes of the chain `keys` it can restore.
+    fn batch_exists(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        chain: &ChainInfo<'_>,
+    ) -> Result<Restorable, BackendError>;
+    /// Reads page `keys[i]` into page `pages[i]` of the host pool. `status` has one entry a key.
+    fn batch_get(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError>;
+    /// Stores page `pages[i]` of the host pool under `keys[i]`. A page that is stored already is a success.
+    fn batch_set(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError>;
+    /// Removes pages, so that a corrupt one can be written anew.
+    fn batch_remove(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError>;
+    /// Makes what was stored durable as far as the backend promises it.
+    fn flush(&self, options: &CallOptions) -> Result<(), BackendError>;
+    /// Removes everything of this namespace.
+    fn clear(&self, options: &CallOptions) -> Result<(), BackendError>;
+    /// Figures of the store.
+    fn stats(&self) -> Result<BackendStats, BackendError>;
+    /// Pages of late calls that have returned since the last call of this function: they are free again.
+    fn reclaim(&self) -> Vec<u32>;
+    /// Pages that late calls still hold.
+    fn quarantined(&self) -> usize;
+}
+
+/// Where the cache learns what the host pool looks like to a plugin and the plugin layer learns what to
+/// register: everything about the anchor pool that crosses the boundary.
+#[derive(Debug, Clone)]
+pub struct HostPoolDescription {
+    /// Name of the pool; the anchor is `kv`.
+    pub name: String,
+    /// SGLang's name of the layout.
+    pub layout: String,
+    /// `f16`, `bf16` or `f32`.
+    pub dtype: kvdock_plugin_api::Dtype,
+    /// Pages in the pool.
+    pub pages: u32,
+    /// Tokens a page.
+    pub page_tokens: u32,
+    /// Layers in the pool.
+    pub layers: u32,
+    /// Address of the mapping; valid until the process ends.
+    pub base: usize,
+    /// Bytes of the mapping.
+    pub bytes: u64,
+    /// Descriptor of the memfd behind it, valid until the process ends.
+    pub fd: i32,
+    /// The pieces of a page: byte offset of page 0 in the mapping, bytes from page to page, bytes. The seal is the last one.
+    pub segments: Vec<HostPoolSegment>,
+    /// Where the bytes of each layer and component of a page lie.
+    pub components: Vec<HostPoolComponent>,
+}
+
+/// One piece of every page of a host pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostPoolSegment {
+    /// Byte offset in the mapping of this piece of page 0.
+    pub offset: u64,
+    /// Bytes from a page's piece to the next page's.
+    pub stride: u64,
+    /// Bytes of the piece.
+    pub len: u64,
+}
+
+/// The bytes of one layer and component within a page: `run_count` runs of `run_len` bytes, `run_stride` apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostPoolComponent {
+    /// Layer, from 0.
+    pub layer: u32,
+    /// 0 is K, 1 is V.
+    pub component: u32,
+    /// Index into the segments.
+    pub segment: u32,
+    /// Byte offset of the first run in the segment.
+    pub offset: u64,
+    /// Bytes of a run.
+    pub run_len: u64,
+    /// Bytes from run to run.
+    pub run_stride: u64,
+    /// Number of runs.
+    pub run_count: u64,
+}
