@@ -1,1 +1,28 @@
 //! Queue, scheduler, batches and sampling.
+//!
+//! A [`Request`] goes in through [`EngineHandle::submit`], and its [`Event`]s come out of the
+//! [`RequestStream`] that call returns. Between the two runs one scheduler thread: it asks the
+//! cache for the longest reusable prefix, puts decode tokens and prefill chunks of all running
+//! requests into one forward pass, samples, and hands finished pages back to the cache. The
+//! scheduler never waits for a client: a stream that is dropped is a request cancelled.
+
+mod config;
+mod flush;
+mod handle;
+mod histogram;
+mod params;
+mod request;
+mod stats;
+mod stream;
+
+pub use config::{EngineConfig, LogitsRow, LogitsTap};
+pub use flush::{FlushReport, FlushTiers};
+pub use handle::{DrainReport, EngineHandle};
+pub use histogram::{Histogram, HistogramSnapshot};
+pub use params::{ParamError, SamplingParams};
+pub use request::{
+    AbortKind, Completion, Event, FinishReason, LogprobOptions, MatchedStop, Request, SubmitError,
+    TokenLogprobs, Usage,
+};
+pub use stats::EngineStats;
+pub use stream::RequestStream;
