@@ -1,1 +1,29 @@
-//! The compute that kvdock's models are made of, behind one Device face.
+//! The compute that kvdock's models are made of, behind one [`Device`] face.
+//!
+//! A model holds weights, work buffers and a KV pool that a device gave it, and calls the
+//! device's operations on them in the order of its layers. It never looks inside a buffer.
+//! [`cpu::CpuDevice`] is the device that is always there.
+//!
+//! # The law of bits
+//!
+//! Each output element of each operation has one order of accumulation. It does not depend on
+//! how many rows are computed together, on the number of threads, on how a prompt is cut into
+//! chunks, on the page size, or on the instruction set that the machine happens to have. So a
+//! token computed cold, in chunks, in a batch, or after its prefix came back from storage has
+//! the same logits, bit for bit. [`Device::numerics_id`] names the arithmetic; two devices with
+//! the same id give the same bits.
+
+pub mod cpu;
+mod device;
+mod error;
+mod format;
+mod kv;
+mod rope;
+
+pub use device::{
+    AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData,
+};
+pub use error::KernelError;
+pub use format::{WeightFormat, dequantize};
+pub use kv::{HostPage, KvDtype, KvPool, KvSpec};
+pub use rope::{RopeScaling, RopeSpec, RopeStyle};

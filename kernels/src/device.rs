@@ -1,0 +1,300 @@
+//! The face that every compute device shows: handles, and operations on them.
+//!
+//! Handles are opaque. A handle works only with the device that made it; another device answers
+//! [`KernelError::ForeignHandle`]. Activations are f32 on every device.
+//!
+//! Operations take effect in the order in which they are called. A device may run them later
+//! than the call (on a stream of its own); [`Device::read`] and [`Device::synchronize`] wait for
+//! what was called before them. A shape error is reported by the call itself; a failure of the
+//! device itself may be reported by a later call.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::KernelError;
+use crate::format::WeightFormat;
+use crate::kv::{KvPool, KvSpec};
+use crate::rope::RopeSpec;
+
+type Handle = Box<dyn Any + Send + Sync>;
+
+macro_rules! handle {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $ty:ty),* $(,)? }) => {
+        $(#[$doc])*
+        pub struct $name { $($field: $ty,)* inner: Handle }
+
+        impl $name {
+            /// Wraps what a device keeps behind the handle. For implementers of [`Device`].
+            pub fn from_parts($($field: $ty,)* inner: Box<dyn Any + Send + Sync>) -> Self {
+                Self { $($field,)* inner }
+            }
+
+            $($(#[$field_doc])* pub fn $field(&self) -> $ty { self.$field })*
+
+            /// What a device of the right kind keeps behind the handle.
+            pub fn downcast_ref<T: 'static>(&self) -> Option<&T> {
+                self.inner.downcast_ref()
+            }
+
+            /// What a device of the right kind keeps behind the handle.
+            pub fn downcast_mut<T: 'static>(&mut self) -> Option<&mut T> {
+                self.inner.downcast_mut()
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($name))
+                    $(.field(stringify!($field), &self.$field))*
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+
+/// Rows and columns of a weight matrix: `rows` output features, `cols` input features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+}
+
+handle! {
+    /// An array of f32 in the memory of a device. Rows lie one after another without a gap; the
+    /// operation says how wide a row is. A buffer may be longer than an operation needs, so a
+    /// model allocates its work buffers once for the largest chunk.
+    Buf {
+        /// Elements (f32) that the buffer holds.
+        len: usize,
+    }
+}
+
+handle! {
+    /// A weight matrix in the memory of a device, packed for that device.
+    Weight {
+        /// Output features (rows) and input features (columns).
+        shape: MatrixShape,
+        /// The format the weight was uploaded in.
+        format: WeightFormat,
+    }
+}
+
+handle! {
+    /// Cosines and sines of one rotary embedding; layers may share it.
+    Rope {
+        /// Rotated dimensions of a head.
+        dim: usize,
+        /// Positions it was made for: 0 up to this, exclusive.
+        max_positions: usize,
+    }
+}
+
+handle! {
+    /// Which rows of a step belong to which sequence, at which positions, on which pages. Made
+    /// once for a step and used by all its layers.
+    Plan {
+        /// Rows of the step: the sum of the lengths of its sequences.
+        rows: usize,
+    }
+}
+
+/// A weight matrix as a file holds it.
+#[derive(Debug, Clone, Copy)]
+pub struct WeightData<'a> {
+    /// The tensor's name, for errors.
+    pub name: &'a str,
+    /// Output features (rows) and input features (columns). Of a GGUF tensor with dims
+    /// `[i, o]` these are `o` and `i`.
+    pub shape: MatrixShape,
+    /// The element or block format of `bytes`.
+    pub format: WeightFormat,
+    /// Row-major, little-endian, rows without gaps: `rows * format.row_bytes(cols)` bytes.
+    pub bytes: &'a [u8],
+    /// If given, row `r` of the uploaded matrix is row `row_order[r]` of `bytes`. Must be a
+    /// permutation of `0..rows`. Undoes the row permutation of GGUF's llama q and k weights.
+    pub row_order: Option<&'a [u32]>,
+}
+
+/// The rows that one sequence has in a step.
+#[derive(Debug, Clone, Copy)]
+pub struct SeqSpan<'a> {
+    /// Absolute position of the sequence's first row in this step.
+    pub start: u32,
+    /// Rows (new tokens) in this step; at least one.
+    pub len: u32,
+    /// Page table from position 0: `pages[p / page_tokens]` holds position `p`. Must cover
+    /// `start + len` tokens; more is fine. Pages that hold new rows must not be shared with
+    /// another sequence of the step.
+    pub pages: &'a [u32],
+}
+
+/// One matrix product of [`Device::linear`].
+pub struct Projection<'a> {
+    /// `[rows, cols]`, cols being the width of the input.
+    pub weight: &'a Weight,
+    /// Added to each row of the result; `weight.rows` long.
+    pub bias: Option<&'a Buf>,
+    /// `[step rows, weight.rows]`.
+    pub out: &'a mut Buf,
+}
+
+/// How attention is computed.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionSpec<'a> {
+    /// Query heads; a multiple of the pool's KV heads. Query head `h` reads KV head
+    /// `h / (heads / kv_heads)`.
+    pub heads: usize,
+    /// Factor on the scores, usually `head_dim_k^-0.5`.
+    pub scale: f32,
+    /// If given, a query at position `p` sees positions above `p - window` only (itself counted,
+    /// so `window` keys at most). At least 1.
+    pub window: Option<u32>,
+    /// If given, one logit a query head (`heads` long) that takes part in the softmax without a
+    /// value.
+    pub sinks: Option<&'a Buf>,
+}
+
+/// A compute device: memory, and the operations that a transformer is made of.
+///
+/// `rows` is always the number of rows (tokens) to work on. Widths follow from the weights or
+/// are given. An input may be longer than needed. Nothing is written beyond the rows asked for.
+pub trait Device: Send + Sync {
+    /// What the device is, for people: `"cpu (avx512, 2 threads)"`.
+    fn name(&self) -> &str;
+
+    /// Names the arithmetic. Cached pages and golden files made under one id are bit for bit
+    /// valid under the same id only.
+    fn numerics_id(&self) -> &str;
+
+    /// Waits until everything that was called before is done.
+    fn synchronize(&self) -> Result<(), KernelError>;
+
+    /// A buffer of `len` f32, zeroed.
+    fn alloc(&self, len: usize) -> Result<Buf, KernelError>;
+
+    /// Copies `src` into `dst` from element `offset` on.
+    fn write(&self, dst: &mut Buf, offset: usize, src: &[f32]) -> Result<(), KernelError>;
+
+    /// Copies elements of `src` from `offset` on into all of `dst`, after waiting for what was
+    /// called before.
+    fn read(&self, src: &Buf, offset: usize, dst: &mut [f32]) -> Result<(), KernelError>;
+
+    /// A buffer that holds `values`; for norm weights and biases.
+    fn upload(&self, values: &[f32]) -> Result<Buf, KernelError> {
+        let mut buf = self.alloc(values.len())?;
+        self.write(&mut buf, 0, values)?;
+        Ok(buf)
+    }
+
+    /// Checks and packs a weight matrix. The device keeps no reference to `weight.bytes`.
+    fn upload_weight(&self, weight: &WeightData<'_>) -> Result<Weight, KernelError>;
+
+    /// Makes the tables of a rotary embedding.
+    fn upload_rope(&self, spec: &RopeSpec) -> Result<Rope, KernelError>;
+
+    /// A KV pool. Its memory reads as zero and costs nothing until it is written.
+    fn alloc_kv_pool(&self, spec: KvSpec) -> Result<Arc<dyn KvPool>, KernelError>;
+
+    /// Checks and fixes the rows, positions and pages of a step over `pool`. Rows of the step
+    /// are the sequences' rows one after another.
+    fn plan(&self, pool: &dyn KvPool, seqs: &[SeqSpan<'_>]) -> Result<Plan, KernelError>;
+
+    /// `out[r, :] = table[ids[r], :]`, dequantised. `out` is `[ids.len(), table.cols]`.
+    fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError>;
+
+    /// `out[r, :] = x[indices[r], :]` for rows of `width` elements.
+    fn gather_rows(
+        &self,
+        x: &Buf,
+        width: usize,
+        indices: &[u32],
+        out: &mut Buf,
+    ) -> Result<(), KernelError>;
+
+    /// `out = x / sqrt(mean(x^2) + eps) * weight`, each row of `weight.len()` elements by itself.
+    fn rms_norm(
+        &self,
+        x: &Buf,
+        weight: &Buf,
+        eps: f32,
+        rows: usize,
+        out: &mut Buf,
+    ) -> Result<(), KernelError>;
+
+    /// `x += delta`, then `out = rms_norm(x)`. The same bits as [`Device::add`] followed by
+    /// [`Device::rms_norm`].
+    fn add_rms_norm(
+        &self,
+        x: &mut Buf,
+        delta: &Buf,
+        weight: &Buf,
+        eps: f32,
+        rows: usize,
+        out: &mut Buf,
+    ) -> Result<(), KernelError>;
+
+    /// RMS norm in place of each of the `heads` heads of each row; a head is `weight.len()`
+    /// wide. Qwen3's q and k norm.
+    fn head_rms_norm(
+        &self,
+        x: &mut Buf,
+        weight: &Buf,
+        eps: f32,
+        rows: usize,
+        heads: usize,
+    ) -> Result<(), KernelError>;
+
+    /// For each projection: `out = x · weightᵀ (+ bias)`. All projections read the same `x`
+    /// (`[rows, cols]`); giving q, k and v, or gate and up, in one call saves time and changes
+    /// no bit.
+    fn linear(
+        &self,
+        x: &Buf,
+        rows: usize,
+        projections: &mut [Projection<'_>],
+    ) -> Result<(), KernelError>;
+
+    /// Rotates `heads` heads of `head_dim` elements of each row of the plan, in place, by the
+    /// rows' positions.
+    fn rope(
+        &self,
+        rope: &Rope,
+        plan: &Plan,
+        x: &mut Buf,
+        heads: usize,
+        head_dim: usize,
+    ) -> Result<(), KernelError>;
+
+    /// `gate = silu(gate) * up`, for `len` elements.
+    fn silu_mul(&self, gate: &mut Buf, up: &Buf, len: usize) -> Result<(), KernelError>;
+
+    /// `x += delta`, for `len` elements.
+    fn add(&self, x: &mut Buf, delta: &Buf, len: usize) -> Result<(), KernelError>;
+
+    /// Rounds the plan's new keys `[rows, kv_heads * head_dim_k]` and values
+    /// `[rows, kv_heads * head_dim_v]` to the pool's dtype and writes them to their pages.
+    fn kv_write(
+        &self,
+        pool: &dyn KvPool,
+        layer: usize,
+        plan: &Plan,
+        k: &Buf,
+        v: &Buf,
+    ) -> Result<(), KernelError>;
+
+    /// Causal attention of the plan's rows `q` `[rows, heads * head_dim_k]` over their
+    /// sequences' pages of one layer; each row sees the positions up to its own. `out` is
+    /// `[rows, heads * head_dim_v]`. The rows' own keys and values must have been written.
+    fn attention(
+        &self,
+        pool: &dyn KvPool,
+        layer: usize,
+        plan: &Plan,
+        q: &Buf,
+        spec: &AttentionSpec<'_>,
+        out: &mut Buf,
+    ) -> Result<(), KernelError>;
+}

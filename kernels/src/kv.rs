@@ -1,0 +1,163 @@
+//! The paged KV pool of a device, and its exchange of pages with host memory.
+
+use std::any::Any;
+
+use crate::error::KernelError;
+
+/// Element type of a KV pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    BF16,
+    /// Single precision.
+    F32,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F16 | Self::BF16 => 2,
+            Self::F32 => 4,
+        }
+    }
+
+    /// The name used in configuration and in page keys: `f16`, `bf16`, `f32`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::F32 => "f32",
+        }
+    }
+}
+
+/// Geometry of a KV pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KvSpec {
+    /// Layers that keep keys and values.
+    pub layers: usize,
+    /// KV heads a layer.
+    pub kv_heads: usize,
+    /// Elements of a key, per head.
+    pub head_dim_k: usize,
+    /// Elements of a value, per head.
+    pub head_dim_v: usize,
+    /// Tokens a page, 1 to 256.
+    pub page_tokens: usize,
+    /// Pages in the pool.
+    pub pages: usize,
+    /// Element type of keys and values.
+    pub dtype: KvDtype,
+}
+
+impl KvSpec {
+    /// Bytes of the keys of one page, over all layers.
+    pub const fn page_k_bytes(&self) -> usize {
+        self.layers * self.kv_heads * self.page_tokens * self.head_dim_k * self.dtype.bytes()
+    }
+
+    /// Bytes of the values of one page, over all layers.
+    pub const fn page_v_bytes(&self) -> usize {
+        self.layers * self.kv_heads * self.page_tokens * self.head_dim_v * self.dtype.bytes()
+    }
+
+    /// Bytes of one page: keys and values of all layers.
+    pub const fn page_bytes(&self) -> usize {
+        self.page_k_bytes() + self.page_v_bytes()
+    }
+}
+
+/// Where one page lies in host memory, in any layout whose innermost axis is the elements of a
+/// head. Element (layer, head, token, d) of the keys lies at
+/// `k + layer * k_layer_stride + head * k_head_stride + token * k_token_stride + d * dtype bytes`;
+/// values likewise. Strides are in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct HostPage {
+    /// First byte of the page's keys.
+    pub k: *mut u8,
+    /// First byte of the page's values.
+    pub v: *mut u8,
+    /// From one layer's keys to the next layer's.
+    pub k_layer_stride: usize,
+    /// From one head's keys to the next head's.
+    pub k_head_stride: usize,
+    /// From one token's key to the next token's.
+    pub k_token_stride: usize,
+    /// From one layer's values to the next layer's.
+    pub v_layer_stride: usize,
+    /// From one head's values to the next head's.
+    pub v_head_stride: usize,
+    /// From one token's value to the next token's.
+    pub v_token_stride: usize,
+}
+
+/// Keys and values of all layers, in pages of a fixed number of tokens, in device memory.
+///
+/// The pool does not know which pages are in use. Operations of the device read and write pages
+/// through a plan; the copies below may run on any other thread at the same time, on other pages.
+pub trait KvPool: Send + Sync {
+    /// The pool's geometry.
+    fn spec(&self) -> &KvSpec;
+
+    /// For the device that made the pool.
+    fn as_any(&self) -> &dyn Any;
+
+    /// Copies one layer of a page to host memory.
+    ///
+    /// # Safety
+    ///
+    /// * Every byte that the strides of `dst` reach for this pool's geometry is valid for
+    ///   writes, and nothing else reads or writes it during the call.
+    /// * During the call no operation of the device and no other copy writes this layer of this
+    ///   page.
+    unsafe fn copy_layer_out(
+        &self,
+        page: u32,
+        layer: usize,
+        dst: &HostPage,
+    ) -> Result<(), KernelError>;
+
+    /// Copies one layer of a page from host memory.
+    ///
+    /// # Safety
+    ///
+    /// * Every byte that the strides of `src` reach for this pool's geometry is initialised and
+    ///   valid for reads, and nothing writes it during the call. The host page is only read.
+    /// * During the call no operation of the device and no other copy reads or writes this layer
+    ///   of this page.
+    unsafe fn copy_layer_in(
+        &self,
+        page: u32,
+        layer: usize,
+        src: &HostPage,
+    ) -> Result<(), KernelError>;
+
+    /// Copies all layers of a page to host memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_layer_out`], for all layers.
+    unsafe fn copy_page_out(&self, page: u32, dst: &HostPage) -> Result<(), KernelError> {
+        for layer in 0..self.spec().layers {
+            // SAFETY: the caller promises for all layers what the copy of one layer asks for.
+            unsafe { self.copy_layer_out(page, layer, dst)? };
+        }
+        Ok(())
+    }
+
+    /// Copies all layers of a page from host memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_layer_in`], for all layers.
+    unsafe fn copy_page_in(&self, page: u32, src: &HostPage) -> Result<(), KernelError> {
+        for layer in 0..self.spec().layers {
+            // SAFETY: the caller promises for all layers what the copy of one layer asks for.
+            unsafe { self.copy_layer_in(page, layer, src)? };
+        }
+        Ok(())
+    }
+}
