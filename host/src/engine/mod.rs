@@ -12,7 +12,9 @@ mod handle;
 mod histogram;
 mod params;
 mod request;
+mod sampler;
 mod stats;
+mod stop;
 mod stream;
 
 pub use config::{EngineConfig, LogitsRow, LogitsTap};

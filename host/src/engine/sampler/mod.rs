@@ -1,0 +1,106 @@
+//! From a row of logits to a token.
+//!
+//! The order is that of [`SamplingParams`]: penalties, bias, mask, temperature, softmax, then
+//! `top_k`, `top_p` and `min_p` judged on one sorted distribution, then the draw. Greedy decoding
+//! stops after the mask and takes the largest logit, of equal ones the lowest id.
+
+mod filter;
+mod logprobs;
+mod random;
+
+use std::collections::HashMap;
+
+use thiserror::Error;
+
+use super::params::SamplingParams;
+
+pub(crate) use logprobs::LogprobReader;
+
+/// Why no token could be chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(crate) enum SampleError {
+    #[error("the model's logits hold a value that is no number")]
+    NotANumber,
+    #[error("no token is left to sample: all logits are minus infinity")]
+    NothingLeft,
+}
+
+/// What the choice of one token depends on beside its logits.
+pub(crate) struct Draw<'a> {
+    pub params: &'a SamplingParams,
+    /// Seed of the sample.
+    pub seed: i64,
+    /// Absolute position of the token to be chosen.
+    pub position: u64,
+    /// How often each token was generated so far.
+    pub generated: &'a HashMap<u32, u32>,
+    /// Tokens that must not be chosen.
+    pub masked: &'a [u32],
+}
+
+/// Chooses tokens; keeps its memory between calls.
+#[derive(Default)]
+pub(crate) struct Sampler {
+    filter: filter::Filter,
+}
+
+impl Sampler {
+    /// Chooses a token from `row`, which is left changed.
+    pub fn sample(&mut self, row: &mut [f32], draw: &Draw<'_>) -> Result<u32, SampleError> {
+        let params = draw.params;
+        if params.has_penalties() {
+            penalise(row, params, draw.generated);
+        }
+        for &(token, bias) in &params.logit_bias {
+            if let Some(logit) = row.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+        for &token in draw.masked {
+            if let Some(logit) = row.get_mut(token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        let (best, max) = argmax(row)?;
+        if params.is_greedy() {
+            return Ok(best);
+        }
+        let uniform = random::uniform(draw.seed, draw.position);
+        Ok(self.filter.draw(row, max, params, uniform).unwrap_or(best))
+    }
+}
+
+/// Frequency and presence penalties are subtracted, then the repetition penalty scales.
+fn penalise(row: &mut [f32], params: &SamplingParams, generated: &HashMap<u32, u32>) {
+    for (&token, &count) in generated {
+        let Some(logit) = row.get_mut(token as usize) else { continue };
+        *logit -= params.frequency_penalty * count as f32 + params.presence_penalty;
+        if *logit > 0.0 {
+            *logit /= params.repetition_penalty;
+        } else {
+            *logit *= params.repetition_penalty;
+        }
+    }
+}
+
+/// The largest logit and the lowest id that has it.
+fn argmax(row: &[f32]) -> Result<(u32, f32), SampleError> {
+    let mut best = (0u32, f32::NEG_INFINITY);
+    let mut not_a_number = false;
+    for (token, &logit) in (0u32..).zip(row) {
+        not_a_number |= logit.is_nan();
+        if logit > best.1 {
+            best = (token, logit);
+        }
+    }
+    if not_a_number {
+        return Err(SampleError::NotANumber);
+    }
+    if best.1 == f32::NEG_INFINITY {
+        return Err(SampleError::NothingLeft);
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests;
