@@ -1,1 +1,29 @@
-//! Configuration: one TOML file, `--set`, environment.
+//! Configuration: one TOML file, `KVDOCK_*` environment variables, `--set`.
+//!
+//! One table of keys ([`keys::KEYS`]) drives everything: which keys exist, what values they take,
+//! the defaults, the checks, and the text of `kvdock config reference`. The typed structs of
+//! [`Config`] carry no defaults of their own and refuse unknown fields, so a key that stands in
+//! only one of the two places fails every start, and the tests with it.
+//!
+//! Later sources win: defaults, then the file, then the environment, then `--set`.
+
+mod error;
+mod keys;
+mod load;
+mod reference;
+mod served;
+mod settings;
+mod source;
+mod storage;
+mod value;
+
+pub use error::{ConfigError, ConfigErrors, Origin};
+pub use load::{Loaded, Sources, load};
+pub use reference::reference;
+pub use served::check_served;
+pub use settings::{
+    Amount, CacheConfig, CacheMode, Config, DeviceChoice, EngineConfig, LogFormat, ModelConfig,
+    Secret, ServerConfig, StorageConfig, TelemetryConfig,
+};
+pub use storage::{BackendTable, KeyScheme};
+pub use value::parse_size;

@@ -1,1 +1,5 @@
 //! Logs and metrics.
+
+mod logs;
+
+pub use logs::{check_filter, init_logs};

@@ -1,0 +1,65 @@
+//! What the configuration may ask for and this build does not serve.
+
+use super::settings::{CacheMode, Config, DeviceChoice};
+use super::storage::KeyScheme;
+
+/// Refuses, in plain words, what can be configured but is not served by this build.
+///
+/// # Errors
+/// One line a thing, each naming the key and what to set instead.
+pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
+    let mut refused = Vec::new();
+    let mut refuse = |line: String| refused.push(line);
+    if config.engine.device == DeviceChoice::Cuda {
+        refuse("engine.device = \"cuda\": this build has no CUDA device; set \"cpu\" or \"auto\"".into());
+    }
+    let ranks = [
+        ("tp_size", config.engine.tp_size, "tensor parallelism"),
+        ("cp_size", config.engine.cp_size, "context parallelism"),
+        ("pp_size", config.engine.pp_size, "pipeline parallelism"),
+        ("dcp_size", config.engine.dcp_size, "decode context parallelism"),
+    ];
+    for (key, size, what) in ranks {
+        if size > 1 {
+            refuse(format!(
+                "engine.{key} = {size}: this build runs one rank, without {what}; set 1"
+            ));
+        }
+    }
+    if config.cache.mode == CacheMode::Linker {
+        refuse(
+            "cache.mode = \"linker\": this build does not load from storage straight into device \
+             pages; set \"hierarchical\""
+                .into(),
+        );
+    }
+    if config.storage.break_even == "auto" {
+        refuse(
+            "storage.break_even = \"auto\": this build does not measure where loading pays; set \
+             \"off\""
+                .into(),
+        );
+    }
+    let selected = config.storage.selected();
+    if selected.len() > 1 {
+        refuse(format!(
+            "storage.backends = {selected:?}: this build attaches one backend at a time; keep one"
+        ));
+    }
+    if config.cache.mode == CacheMode::Device && !selected.is_empty() {
+        refuse(format!(
+            "cache.mode = \"device\" has no storage tier, but storage backend {:?} is named; set \
+             cache.mode = \"hierarchical\" or leave the backend out",
+            selected.first().copied().unwrap_or_default()
+        ));
+    }
+    for name in selected {
+        if config.storage.table(name).key_scheme == KeyScheme::Sglang {
+            refuse(format!(
+                "storage.{name}.key_scheme = \"sglang\": this build names pages by its own scheme \
+                 only; set \"kvdock\""
+            ));
+        }
+    }
+    if refused.is_empty() { Ok(()) } else { Err(refused) }
+}
