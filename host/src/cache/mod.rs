@@ -1,1 +1,40 @@
-//! Radix tree, pools, tiers and the storage controller.
+//! The KV cache: radix tree, device and host pools, and the storage tier behind them.
+//!
+//! [`CacheManager`] belongs to the scheduler's thread. It decides; copies between device and host,
+//! hashing and everything that touches storage run on threads of its own, and what they finish
+//! is taken in by [`CacheManager::tick`] (which most other calls do first by themselves). After
+//! each such event the *waker* given at the start is called, so the scheduler can sleep in
+//! between.
+//!
+//! The life of a request:
+//!
+//! 1. [`begin`](CacheManager::begin): matches the prompt against the tree and starts to fetch from
+//!    storage what may be missing.
+//! 2. [`poll`](CacheManager::poll): whether the request still waits for that.
+//! 3. [`acquire`](CacheManager::acquire): brings host pages to the device, locks the prefix, and
+//!    grants its page table.
+//! 4. [`alloc_pages`](CacheManager::alloc_pages): pages for tokens to be computed.
+//! 5. [`commit`](CacheManager::commit): whole pages computed so far go into the tree, where other
+//!    requests find them; the write policy backs them up.
+//! 6. [`finish`](CacheManager::finish), [`abort`](CacheManager::abort) or
+//!    [`preempt`](CacheManager::preempt): locks and unfinished pages are given back.
+//!
+//! Nothing that goes wrong in storage fails a request: what does not come is computed.
+
+mod config;
+pub mod hash;
+pub mod layout;
+mod manager;
+mod stats;
+mod types;
+
+pub use config::{CacheConfig, EvictionPolicy, PrefetchPolicy, WritePolicy};
+pub use layout::HostLayout;
+pub use manager::{CacheManager, StorageHandle, Waker};
+pub use stats::{
+    BackendCounters, CacheCounters, CacheEvents, CacheStats, NoEvents, StorageOp, StorageResult,
+};
+pub use types::{
+    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason,
+    Prefetch, RequestId, ReuseHints, Tiers,
+};

@@ -1,0 +1,233 @@
+//! Figures of the cache, for whoever turns them into metrics.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+/// Call of a backend that pages are counted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum StorageOp {
+    /// Pages asked to be read.
+    Get,
+    /// Pages asked to be stored.
+    Set,
+    /// Pages asked for.
+    Exists,
+}
+
+/// What became of a page in a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum StorageResult {
+    /// Done, and for a read its seal was right. For `exists`: stored.
+    Ok,
+    /// Not stored.
+    Missing,
+    /// Bytes that are not the page's.
+    Corrupt,
+    /// The deadline passed.
+    Late,
+    /// The backend would not.
+    Refused,
+    /// Anything else.
+    Failed,
+}
+
+impl StorageOp {
+    /// All of them.
+    pub const ALL: [StorageOp; 3] = [StorageOp::Get, StorageOp::Set, StorageOp::Exists];
+
+    /// Label value.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            StorageOp::Get => "get",
+            StorageOp::Set => "set",
+            StorageOp::Exists => "exists",
+        }
+    }
+}
+
+impl StorageResult {
+    /// All of them.
+    pub const ALL: [StorageResult; 6] = [
+        StorageResult::Ok,
+        StorageResult::Missing,
+        StorageResult::Corrupt,
+        StorageResult::Late,
+        StorageResult::Refused,
+        StorageResult::Failed,
+    ];
+
+    /// Label value.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            StorageResult::Ok => "ok",
+            StorageResult::Missing => "missing",
+            StorageResult::Corrupt => "corrupt",
+            StorageResult::Late => "late",
+            StorageResult::Refused => "refused",
+            StorageResult::Failed => "failed",
+        }
+    }
+}
+
+/// Pages of one backend by call and result. Kept for the life of the process, also over a detach.
+#[derive(Debug, Default)]
+pub struct BackendCounters {
+    pages: [[AtomicU64; 6]; 3],
+}
+
+impl BackendCounters {
+    /// Adds `pages`.
+    pub fn add(&self, op: StorageOp, result: StorageResult, pages: u64) {
+        if pages > 0 {
+            self.pages[op as usize][result as usize].fetch_add(pages, Ordering::Relaxed);
+        }
+    }
+
+    /// Pages so far.
+    pub fn get(&self, op: StorageOp, result: StorageResult) -> u64 {
+        self.pages[op as usize][result as usize].load(Ordering::Relaxed)
+    }
+}
+
+/// Declares the counters once, as atomics and as a snapshot.
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
+        /// Counters and gauges, shared with other threads. Counters run from the start.
+        #[derive(Debug, Default)]
+        pub struct CacheCounters {
+            $($(#[$doc])* pub $name: AtomicU64,)+
+            backends: Mutex<BTreeMap<String, Arc<BackendCounters>>>,
+        }
+
+        /// The figures at one moment.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct CacheStats {
+            $($(#[$doc])* pub $name: u64,)+
+        }
+
+        impl CacheCounters {
+            /// The figures now.
+            pub fn snapshot(&self) -> CacheStats {
+                CacheStats { $($name: self.$name.load(Ordering::Relaxed),)+ }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Gauge: tokens the device pool holds at most.
+    device_total_tokens,
+    /// Gauge: tokens in device pages that are not free.
+    device_used_tokens,
+    /// Gauge: tokens in cached device pages that no request locks.
+    device_evictable_tokens,
+    /// Gauge: tokens the host pool holds at most.
+    host_total_tokens,
+    /// Gauge: tokens in host pages that are not free.
+    host_used_tokens,
+    /// Gauge: host pages in the hands of calls that are late.
+    host_quarantined_pages,
+    /// Gauge: nodes of the tree.
+    tree_nodes,
+    /// Gauge: host pages on their way to storage or waiting for it.
+    backup_pending_pages,
+    /// Gauge: prefetches running.
+    prefetches_running,
+    /// Prompt tokens granted from device pages.
+    granted_device_tokens,
+    /// Prompt tokens granted from host pages.
+    granted_host_tokens,
+    /// Prompt tokens granted from storage.
+    granted_storage_tokens,
+    /// Tokens that left the device tier.
+    evicted_device_tokens,
+    /// Tokens that left the host tier.
+    evicted_host_tokens,
+    /// Tokens copied from device to host.
+    host_backup_tokens,
+    /// Bytes copied from device to host.
+    host_backup_bytes,
+    /// Tokens copied from host to device.
+    load_back_tokens,
+    /// Bytes copied from host to device.
+    load_back_bytes,
+    /// Tokens not copied to the host because it had no room.
+    dropped_host_pressure_tokens,
+    /// Tokens evicted from the device without a copy anywhere.
+    dropped_unbacked_tokens,
+    /// Tokens that left the host before they were stored, or that storage would not take.
+    backup_dropped_tokens,
+    /// Tokens moved from storage to host.
+    prefetched_tokens,
+    /// Tokens moved from host to storage.
+    backuped_tokens,
+    /// Tokens that storage said it has.
+    storage_hit_tokens,
+    /// Tokens found and not fetched: under the threshold.
+    unfulfilled_below_threshold_tokens,
+    /// Tokens found and not fetched: no room on the host.
+    unfulfilled_host_capacity_tokens,
+    /// Tokens found and not delivered.
+    unfulfilled_storage_transfer_tokens,
+    /// Tokens found that came after the request stopped waiting.
+    unfulfilled_deadline_tokens,
+    /// Prefetches not begun because too much of the host pool is in their hands.
+    prefetch_rate_limited,
+    /// Requests that waited for another request's prefetch.
+    prefetch_shared,
+    /// Backend calls not made because the backend keeps failing.
+    breaker_skips,
+    /// Pages that came back with wrong bytes.
+    corrupt_pages,
+    /// Corrupt pages removed from storage so that they can be written anew.
+    healed_pages,
+    /// Writes to storage tried again.
+    backup_retries,
+    /// Misuses of the cache's calls that were refused; 0 in a right program.
+    misuses,
+}
+
+impl CacheCounters {
+    /// The counters of a backend, made at the first call for its name.
+    pub fn backend(&self, name: &str) -> Arc<BackendCounters> {
+        let mut backends = self.backends.lock();
+        match backends.get(name) {
+            Some(counters) => Arc::clone(counters),
+            None => Arc::clone(backends.entry(name.to_owned()).or_default()),
+        }
+    }
+
+    /// The counters of all backends that were ever attached, by name.
+    pub fn backends(&self) -> Vec<(String, Arc<BackendCounters>)> {
+        let backends = self.backends.lock();
+        backends
+            .iter()
+            .map(|(name, counters)| (name.clone(), Arc::clone(counters)))
+            .collect()
+    }
+}
+
+/// What happens in the cache, as it happens; for distributions. Called from the scheduler's and
+/// from worker threads; must not block.
+pub trait CacheEvents: Send + Sync {
+    /// Device pages were freed by eviction.
+    fn evicted(&self, _tokens: u64, _took: Duration) {}
+    /// Host pages were copied to the device.
+    fn loaded_back(&self, _tokens: u64, _bytes: u64, _took: Duration) {}
+    /// Device pages were copied to the host.
+    fn backed_up(&self, _tokens: u64, _bytes: u64, _took: Duration) {}
+    /// A batch came from storage.
+    fn storage_read(&self, _backend: &str, _pages: u64, _bytes: u64, _took: Duration) {}
+    /// A batch went to storage.
+    fn storage_written(&self, _backend: &str, _pages: u64, _bytes: u64, _took: Duration) {}
+}
+
+/// Nobody listens.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoEvents;
+
+impl CacheEvents for NoEvents {}
