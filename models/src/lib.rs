@@ -1,1 +1,21 @@
 //! Model families, weight loaders, tokenizers and chat templates of kvdock.
+//!
+//! [`load`] takes a GGUF file or a Hugging Face folder and gives a [`LoadedModel`]: a [`Model`] that
+//! runs batches over a paged KV pool, its [`Tokenizer`] and its [`ChatTemplate`]. The family that
+//! runs a checkpoint is picked by the architecture name in it; families register
+//! themselves, see [`families`].
+
+mod error;
+mod forward;
+pub mod gguf;
+mod spec;
+mod template;
+mod tokenizer;
+mod weights;
+
+pub use error::ModelError;
+pub use forward::{Batch, LayerHooks, Logits, Model, NoHooks, SeqChunk, Want};
+pub use spec::{GenerationDefaults, KvGeometry, ModelSpec};
+pub use template::ChatTemplate;
+pub use tokenizer::{DecodeStream, Tokenizer};
+pub use weights::{RawTensor, WeightFormat};
