@@ -105,12 +105,7 @@ pub struct Error {
 impl Error {
     /// An error that a retry can't help.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Error {
-            kind,
-            retryable: false,
-            panicked: false,
-            message: message.into(),
-        }
+        Error { kind, retryable: false, panicked: false, message: message.into() }
     }
 
     /// The same error, marked as one that a retry can help.
@@ -121,10 +116,7 @@ impl Error {
 
     /// A call that this backend does not offer.
     pub fn unsupported(what: &str) -> Self {
-        Error::new(
-            ErrorKind::Unsupported,
-            format!("this backend does not support {what}"),
-        )
+        Error::new(ErrorKind::Unsupported, format!("this backend does not support {what}"))
     }
 }
 

@@ -1,0 +1,217 @@
+//! The note: what a plugin says of itself in an ELF section, readable before any of its code runs.
+//!
+//! Section `.note.kvdock` holds one ELF note with the owner `kvdock`, the type [`NOTE_TYPE`] and a JSON object as
+//! descriptor. Keys: `note` (1), `name`, `version`, `license`, `description`, `abi` (list of versions), `panic` (`unwind` or `abort`),
+//! `capabilities`, `config_schema` (JSON Schema of the configuration), `check_config` (the configuration the conformance
+//! suite uses; `{scratch}` stands for a fresh folder), `types` (object: version to the description of its types, one line
+//! a type) and `types_sha256` (object: version to the digest of that text).
+
+use crate::describe::ConstWriter;
+use crate::v0_1;
+
+/// Name of the ELF section.
+pub const NOTE_SECTION: &str = ".note.kvdock";
+/// Owner of the note.
+pub const NOTE_OWNER: &str = "kvdock";
+/// Type of the note.
+pub const NOTE_TYPE: u32 = 0x6b76_6463;
+
+/// What a backend can do, and what suits it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capabilities {
+    /// It has the linker face.
+    pub linker: bool,
+    /// Transfers may name a range of layers.
+    pub ranges: bool,
+    /// `batch_remove` works.
+    pub remove: bool,
+    /// `clear` works for the namespace.
+    pub clear_namespace: bool,
+    /// `clear` works for everything.
+    pub clear_everything: bool,
+    /// What is stored outlives the process.
+    pub durable: bool,
+    /// What is stored can be read by other hosts.
+    pub shared: bool,
+    /// It verifies checksums of its own.
+    pub checksums: bool,
+    /// It takes logical pools, by marker objects.
+    pub logical_pools: bool,
+    /// It takes CUDA device memory.
+    pub cuda_memory: bool,
+    /// Alignment of addresses and lengths that avoids a copy, in bytes; 1 for none.
+    pub alignment: u32,
+    /// Pages a call that suit it best.
+    pub preferred_batch: u32,
+    /// Data calls at a time that suit it best; the host makes no more.
+    pub concurrency: u32,
+}
+
+impl Capabilities {
+    /// A backend that can do nothing special.
+    pub const NONE: Capabilities = Capabilities {
+        linker: false,
+        ranges: false,
+        remove: false,
+        clear_namespace: false,
+        clear_everything: false,
+        durable: false,
+        shared: false,
+        checksums: false,
+        logical_pools: false,
+        cuda_memory: false,
+        alignment: 1,
+        preferred_batch: 128,
+        concurrency: 4,
+    };
+
+    const fn flags(&self) -> [(&'static str, bool); 10] {
+        [
+            ("linker", self.linker),
+            ("ranges", self.ranges),
+            ("remove", self.remove),
+            ("clear_namespace", self.clear_namespace),
+            ("clear_everything", self.clear_everything),
+            ("durable", self.durable),
+            ("shared", self.shared),
+            ("checksums", self.checksums),
+            ("logical_pools", self.logical_pools),
+            ("cuda_memory", self.cuda_memory),
+        ]
+    }
+}
+
+/// What a note is made of. The export macro fills it.
+#[derive(Debug, Clone, Copy)]
+pub struct NoteSource {
+    /// Name by which a configuration picks the plugin.
+    pub name: &'static str,
+    /// Version of the plugin.
+    pub version: &'static str,
+    /// SPDX expression of its licence.
+    pub license: &'static str,
+    /// One line for a person.
+    pub description: &'static str,
+    /// Whether it was built with `panic = "abort"`.
+    pub panic_abort: bool,
+    /// What it can do.
+    pub capabilities: Capabilities,
+    /// JSON Schema of its configuration.
+    pub config_schema: &'static str,
+    /// JSON object of a configuration for the conformance suite.
+    pub check_config: &'static str,
+}
+
+impl NoteSource {
+    const fn write_json<const N: usize>(&self, out: &mut ConstWriter<N>) {
+        out.text("{\"note\":1,\"name\":");
+        out.json_string(self.name);
+        out.text(",\"version\":");
+        out.json_string(self.version);
+        out.text(",\"license\":");
+        out.json_string(self.license);
+        out.text(",\"description\":");
+        out.json_string(self.description);
+        out.text(",\"abi\":[\"");
+        out.text(v0_1::ABI_VERSION_TEXT);
+        out.text("\"],\"panic\":\"");
+        out.text(if self.panic_abort { "abort" } else { "unwind" });
+        out.text("\",\"capabilities\":{");
+        let flags = self.capabilities.flags();
+        let mut i = 0;
+        while i < flags.len() {
+            out.json_string(flags[i].0);
+            out.text(if flags[i].1 { ":true," } else { ":false," });
+            i += 1;
+        }
+        out.text("\"alignment\":");
+        out.number(self.capabilities.alignment as u64);
+        out.text(",\"preferred_batch\":");
+        out.number(self.capabilities.preferred_batch as u64);
+        out.text(",\"concurrency\":");
+        out.number(self.capabilities.concurrency as u64);
+        out.text("},\"config_schema\":");
+        out.text(self.config_schema);
+        out.text(",\"check_config\":");
+        out.text(self.check_config);
+        out.text(",\"types_sha256\":{\"");
+        out.text(v0_1::ABI_VERSION_TEXT);
+        out.text("\":\"");
+        out.hex(&v0_1::TYPES_DIGEST);
+        out.text("\"},\"types\":{\"");
+        out.text(v0_1::ABI_VERSION_TEXT);
+        out.text("\":");
+        out.json_string(v0_1::TYPES_TEXT);
+        out.text("}}");
+    }
+
+    /// Bytes of the JSON text.
+    pub const fn json_len(&self) -> usize {
+        let mut writer = ConstWriter::<0>::new();
+        self.write_json(&mut writer);
+        writer.len()
+    }
+
+    /// Bytes of the whole note, padded to 4.
+    pub const fn note_len(&self) -> usize {
+        NOTE_HEADER + self.json_len().next_multiple_of(4)
+    }
+
+    /// The note as it stands in the section; `N` is [`NoteSource::note_len`].
+    pub const fn note<const N: usize>(&self) -> [u8; N] {
+        let mut out = ConstWriter::<N>::new();
+        let owner_len = NOTE_OWNER.len() as u32 + 1;
+        out.bytes(&owner_len.to_le_bytes());
+        out.bytes(&(self.json_len() as u32).to_le_bytes());
+        out.bytes(&NOTE_TYPE.to_le_bytes());
+        out.text(NOTE_OWNER);
+        out.byte(0);
+        out.byte(0);
+        self.write_json(&mut out);
+        while out.len() < N {
+            out.byte(0);
+        }
+        out.into_bytes()
+    }
+}
+
+/// Three words, and `kvdock\0` padded to 8 bytes.
+const NOTE_HEADER: usize = 12 + 8;
+
+/// A note in the section; the alignment is what ELF asks of notes.
+#[repr(C, align(4))]
+#[derive(Debug)]
+pub struct NoteBytes<const N: usize>(pub [u8; N]);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOURCE: NoteSource = NoteSource {
+        name: "note-test",
+        version: "1.2.3",
+        license: "Apache-2.0",
+        description: "says \"hello\"",
+        panic_abort: false,
+        capabilities: Capabilities { remove: true, ..Capabilities::NONE },
+        config_schema: r#"{"type":"object"}"#,
+        check_config: "{}",
+    };
+
+    #[test]
+    fn a_note_is_an_elf_note_with_a_json_object() {
+        const LEN: usize = SOURCE.note_len();
+        static NOTE: [u8; LEN] = SOURCE.note();
+        assert_eq!(LEN % 4, 0);
+        let word = |at: usize| u32::from_le_bytes(NOTE[at..at + 4].try_into().unwrap());
+        assert_eq!(word(0), 7);
+        assert_eq!(word(8), NOTE_TYPE);
+        assert_eq!(&NOTE[12..20], b"kvdock\0\0");
+        let json: serde_json::Value = serde_json::from_slice(&NOTE[20..20 + word(4) as usize]).unwrap();
+        assert_eq!(json["name"], "note-test");
+        assert_eq!(json["description"], "says \"hello\"");
+        assert_eq!(json["capabilities"]["remove"], true);
+        assert_eq!(json["capabilities"]["linker"], false);
+        assert_eq!(json["types"]["0.1"], v0_1::TYPES_TEXT);
+    }
+}
