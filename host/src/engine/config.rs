@@ -34,11 +34,6 @@ pub struct EngineConfig {
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self {
-            prefill_chunk: 512,
-            max_running_requests: 64,
-            max_queued_requests: 256,
-            logits_tap: None,
-        }
+        Self { prefill_chunk: 512, max_running_requests: 64, max_queued_requests: 256, logits_tap: None }
     }
 }

@@ -9,11 +9,11 @@ use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
-use super::flush::{FlushReport, FlushTiers};
 use super::params::ParamError;
 use super::request::{Request, SubmitError};
 use super::stats::{Counters, EngineStats};
 use super::stream::RequestStream;
+use crate::cache::{CacheCounters, Flushed, StorageHandle, Tiers};
 
 /// Longest `Retry-After` that is ever advised.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
@@ -35,8 +35,8 @@ pub(crate) enum Command {
     /// Something the scheduler waits for may have happened.
     Wake,
     Flush {
-        tiers: FlushTiers,
-        reply: oneshot::Sender<Result<FlushReport, String>>,
+        tiers: Tiers,
+        reply: oneshot::Sender<Flushed>,
     },
     Drain {
         deadline: Instant,
@@ -123,6 +123,8 @@ impl Shared {
 pub struct EngineHandle {
     pub(crate) shared: Arc<Shared>,
     pub(crate) commands: Sender<Command>,
+    pub(crate) storage: StorageHandle,
+    pub(crate) cache_counters: Arc<CacheCounters>,
 }
 
 impl EngineHandle {
@@ -141,49 +143,40 @@ impl EngineHandle {
         let stream = RequestStream::new(request.id.clone(), key, receiver, self.commands.clone());
         let seed = request.sampling.seed.unwrap_or_else(random_seed);
         let id = request.id.clone();
-        let submission = Submission {
-            key,
-            request,
-            seed,
-            events,
-            submitted: Instant::now(),
-        };
-        if self
-            .commands
-            .send(Command::Submit(Box::new(submission)))
-            .is_err()
-        {
+        let submission = Submission { key, request, seed, events, submitted: Instant::now() };
+        if self.commands.send(Command::Submit(Box::new(submission))).is_err() {
             self.shared.ids.lock().remove(&id);
             self.shared.in_flight.fetch_sub(samples, Ordering::AcqRel);
             return Err(SubmitError::ShuttingDown);
         }
-        self.shared
-            .counters
-            .requests
-            .fetch_add(1, Ordering::Relaxed);
+        self.shared.counters.requests.fetch_add(1, Ordering::Relaxed);
         Ok(stream)
     }
 
     /// Ends the request of this name; false if none is in flight.
     pub async fn abort(&self, id: &str) -> bool {
         let id = id.to_owned();
-        self.ask(|reply| Command::Abort { id, reply })
-            .await
-            .unwrap_or(false)
+        self.ask(|reply| Command::Abort { id, reply }).await.unwrap_or(false)
     }
 
     /// Ends all requests and says how many there were.
     pub async fn abort_all(&self) -> usize {
-        self.ask(|reply| Command::AbortAll { reply })
-            .await
-            .unwrap_or(0)
+        self.ask(|reply| Command::AbortAll { reply }).await.unwrap_or(0)
     }
 
-    /// Empties tiers of what no request holds.
-    pub async fn flush(&self, tiers: FlushTiers) -> Result<FlushReport, String> {
-        self.ask(|reply| Command::Flush { tiers, reply })
-            .await
-            .unwrap_or_else(|| Err("the engine has stopped".into()))
+    /// Empties device and host tiers of what no request holds. `None` if the engine has stopped.
+    pub async fn flush(&self, tiers: Tiers) -> Option<Flushed> {
+        self.ask(|reply| Command::Flush { tiers, reply }).await
+    }
+
+    /// The switch of the storage tier, for whoever attaches and detaches backends.
+    pub fn storage(&self) -> &StorageHandle {
+        &self.storage
+    }
+
+    /// Counters and gauges of the cache.
+    pub fn cache_counters(&self) -> &Arc<CacheCounters> {
+        &self.cache_counters
     }
 
     /// Takes no more requests, lets the running and queued ones finish until `within` has
@@ -191,13 +184,11 @@ impl EngineHandle {
     pub async fn drain(&self, within: Duration) -> DrainReport {
         self.shared.draining.store(true, Ordering::Release);
         let deadline = Instant::now() + within;
-        self.ask(|reply| Command::Drain { deadline, reply })
-            .await
-            .unwrap_or(DrainReport {
-                finished: 0,
-                aborted: 0,
-                backups_flushed: false,
-            })
+        self.ask(|reply| Command::Drain { deadline, reply }).await.unwrap_or(DrainReport {
+            finished: 0,
+            aborted: 0,
+            backups_flushed: false,
+        })
     }
 
     /// Checks the invariants of scheduler, tree and pools; the error names what is broken.
@@ -209,9 +200,7 @@ impl EngineHandle {
 
     /// The engine's numbers now.
     pub fn stats(&self) -> EngineStats {
-        self.shared
-            .counters
-            .snapshot(self.shared.limits.max_running)
+        self.shared.counters.snapshot(self.shared.limits.max_running)
     }
 
     /// Whether requests are taken.
@@ -226,10 +215,7 @@ impl EngineHandle {
 
     /// Most prompt and generated tokens of one request: the smaller of context and pool.
     pub fn max_request_tokens(&self) -> usize {
-        self.shared
-            .limits
-            .context_length
-            .min(self.shared.limits.pool_tokens)
+        self.shared.limits.context_length.min(self.shared.limits.pool_tokens)
     }
 
     fn check(&self, request: &Request) -> Result<(), SubmitError> {
@@ -239,71 +225,41 @@ impl EngineHandle {
         let limits = &self.shared.limits;
         request.sampling.validate(limits.vocab_size)?;
         let outside = |t: u32| t as usize >= limits.vocab_size;
-        if let Some(token) = request
-            .logprobs
-            .token_ids
-            .iter()
-            .copied()
-            .find(|&t| outside(t))
-        {
+        if let Some(token) = request.logprobs.token_ids.iter().copied().find(|&t| outside(t)) {
             return Err(param_error(
                 "token_ids_logprob",
-                format!(
-                    "token {token} is outside the vocabulary of {}",
-                    limits.vocab_size
-                ),
+                format!("token {token} is outside the vocabulary of {}", limits.vocab_size),
             ));
         }
         if request.logprobs.top > limits.vocab_size {
             return Err(param_error(
                 "top_logprobs_num",
-                format!(
-                    "{} is more than the vocabulary of {}",
-                    request.logprobs.top, limits.vocab_size
-                ),
+                format!("{} is more than the vocabulary of {}", request.logprobs.top, limits.vocab_size),
             ));
         }
         let most = limits.max_running + limits.max_queued;
         if request.n == 0 || request.n as usize > most {
             return Err(param_error(
                 "n",
-                format!(
-                    "{} is not between 1 and {most}, the places for running and queued requests",
-                    request.n
-                ),
+                format!("{} is not between 1 and {most}, the places for running and queued requests", request.n),
             ));
         }
         let prompt_tokens = request.prompt_ids.len();
         if prompt_tokens == 0 {
             return Err(SubmitError::EmptyPrompt);
         }
-        if let Some((position, &token)) = request
-            .prompt_ids
-            .iter()
-            .enumerate()
-            .find(|&(_, &t)| outside(t))
-        {
+        if let Some((position, &token)) = request.prompt_ids.iter().enumerate().find(|&(_, &t)| outside(t)) {
             let vocab_size = limits.vocab_size;
-            return Err(SubmitError::UnknownToken {
-                position,
-                token,
-                vocab_size,
-            });
+            return Err(SubmitError::UnknownToken { position, token, vocab_size });
         }
         let new = usize::from(request.sampling.max_new_tokens != Some(0));
         if prompt_tokens + new > limits.context_length {
             let context_length = limits.context_length;
-            return Err(SubmitError::ContextTooLong {
-                prompt_tokens,
-                context_length,
-            });
+            return Err(SubmitError::ContextTooLong { prompt_tokens, context_length });
         }
         if prompt_tokens + new > limits.pool_tokens {
             let pool_tokens = limits.pool_tokens;
-            return Err(SubmitError::PoolTooSmall {
-                prompt_tokens,
-                pool_tokens,
-            });
+            return Err(SubmitError::PoolTooSmall { prompt_tokens, pool_tokens });
         }
         Ok(())
     }
@@ -319,10 +275,7 @@ impl EngineHandle {
             })
             .map(drop)
             .map_err(|now| {
-                self.shared
-                    .counters
-                    .rejected
-                    .fetch_add(1, Ordering::Relaxed);
+                self.shared.counters.rejected.fetch_add(1, Ordering::Relaxed);
                 SubmitError::QueueFull {
                     queued: now.saturating_sub(limits.max_running),
                     retry_after: self.shared.retry_after(samples),

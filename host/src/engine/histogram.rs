@@ -29,13 +29,7 @@ pub struct HistogramSnapshot {
 impl Histogram {
     /// An empty histogram over rising `bounds`; a last bucket for the rest is added.
     pub fn new(bounds: &'static [f64]) -> Self {
-        Self {
-            bounds,
-            state: Mutex::new(State {
-                counts: vec![0; bounds.len() + 1],
-                sum: 0.0,
-            }),
-        }
+        Self { bounds, state: Mutex::new(State { counts: vec![0; bounds.len() + 1], sum: 0.0 }) }
     }
 
     /// Counts `value`.
@@ -63,11 +57,7 @@ impl Histogram {
                 (bound, count)
             })
             .collect();
-        HistogramSnapshot {
-            buckets,
-            sum: state.sum,
-            count,
-        }
+        HistogramSnapshot { buckets, sum: state.sum, count }
     }
 }
 

@@ -7,24 +7,27 @@
 //! scheduler never waits for a client: a stream that is dropped is a request cancelled.
 
 mod config;
-mod flush;
 mod handle;
 mod histogram;
 mod params;
 mod request;
 mod sampler;
+mod scheduler;
+mod start;
 mod stats;
 mod stop;
 mod stream;
+mod text;
+mod wake;
 
 pub use config::{EngineConfig, LogitsRow, LogitsTap};
-pub use flush::{FlushReport, FlushTiers};
 pub use handle::{DrainReport, EngineHandle};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use params::{ParamError, SamplingParams};
 pub use request::{
-    AbortKind, Completion, Event, FinishReason, LogprobOptions, MatchedStop, Request, SubmitError,
-    TokenLogprobs, Usage,
+    AbortKind, Completion, Event, FinishReason, LogprobOptions, MatchedStop, Request, SubmitError, TokenLogprobs, Usage,
 };
+pub use start::{Engine, EngineError, EngineParts};
 pub use stats::EngineStats;
 pub use stream::RequestStream;
+pub use wake::Mailbox;

@@ -94,9 +94,7 @@ impl SamplingParams {
 
     /// Whether penalties need the counts of generated tokens.
     pub(crate) fn has_penalties(&self) -> bool {
-        self.frequency_penalty != 0.0
-            || self.presence_penalty != 0.0
-            || self.repetition_penalty != 1.0
+        self.frequency_penalty != 0.0 || self.presence_penalty != 0.0 || self.repetition_penalty != 1.0
     }
 
     /// Checks every range; `vocab_size` bounds the token ids.
@@ -108,67 +106,36 @@ impl SamplingParams {
             bad(field, format!("{value} is not between {low} and {high}"))
         };
         if !self.temperature.is_finite() || self.temperature < 0.0 {
-            return bad(
-                "temperature",
-                format!("{} is not a finite number of at least 0", self.temperature),
-            );
+            return bad("temperature", format!("{} is not a finite number of at least 0", self.temperature));
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return bad(
-                "top_p",
-                format!("{} is not above 0 and at most 1", self.top_p),
-            );
+            return bad("top_p", format!("{} is not above 0 and at most 1", self.top_p));
         }
         if self.top_k == Some(0) {
-            return bad(
-                "top_k",
-                "0 keeps no token; use -1 for all or at least 1".into(),
-            );
+            return bad("top_k", "0 keeps no token; use -1 for all or at least 1".into());
         }
         in_range("min_p", self.min_p, 0.0, 1.0)?;
         in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
         in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
         if !(self.repetition_penalty > 0.0 && self.repetition_penalty <= 2.0) {
-            return bad(
-                "repetition_penalty",
-                format!("{} is not above 0 and at most 2", self.repetition_penalty),
-            );
+            return bad("repetition_penalty", format!("{} is not above 0 and at most 2", self.repetition_penalty));
         }
         if let Some(max) = self.max_new_tokens
             && self.min_new_tokens > max
         {
-            return bad(
-                "min_new_tokens",
-                format!("{} is more than max_new_tokens, {max}", self.min_new_tokens),
-            );
+            return bad("min_new_tokens", format!("{} is more than max_new_tokens, {max}", self.min_new_tokens));
         }
         for &(token, bias) in &self.logit_bias {
             if token as usize >= vocab_size {
-                return bad(
-                    "logit_bias",
-                    format!("token {token} is outside the vocabulary of {vocab_size}"),
-                );
+                return bad("logit_bias", format!("token {token} is outside the vocabulary of {vocab_size}"));
             }
             in_range("logit_bias", bias, -100.0, 100.0)?;
         }
-        if let Some(token) = self
-            .stop_token_ids
-            .iter()
-            .find(|&&t| t as usize >= vocab_size)
-        {
-            return bad(
-                "stop_token_ids",
-                format!("token {token} is outside the vocabulary of {vocab_size}"),
-            );
+        if let Some(token) = self.stop_token_ids.iter().find(|&&t| t as usize >= vocab_size) {
+            return bad("stop_token_ids", format!("token {token} is outside the vocabulary of {vocab_size}"));
         }
         if self.stop.len() > MAX_STOP_STRINGS {
-            return bad(
-                "stop",
-                format!(
-                    "{} stop strings; at most {MAX_STOP_STRINGS}",
-                    self.stop.len()
-                ),
-            );
+            return bad("stop", format!("{} stop strings; at most {MAX_STOP_STRINGS}", self.stop.len()));
         }
         if self.stop.iter().any(String::is_empty) {
             return bad("stop", "an empty stop string would stop everything".into());
@@ -199,38 +166,17 @@ mod tests {
     #[test]
     fn each_range_is_checked_and_named() {
         assert_eq!(field_of(|p| p.temperature = -0.1), Some("temperature"));
-        assert_eq!(
-            field_of(|p| p.temperature = f32::INFINITY),
-            Some("temperature")
-        );
+        assert_eq!(field_of(|p| p.temperature = f32::INFINITY), Some("temperature"));
         assert_eq!(field_of(|p| p.top_p = 0.0), Some("top_p"));
         assert_eq!(field_of(|p| p.top_p = f32::NAN), Some("top_p"));
         assert_eq!(field_of(|p| p.top_k = Some(0)), Some("top_k"));
         assert_eq!(field_of(|p| p.min_p = 1.5), Some("min_p"));
-        assert_eq!(
-            field_of(|p| p.frequency_penalty = 2.5),
-            Some("frequency_penalty")
-        );
-        assert_eq!(
-            field_of(|p| p.presence_penalty = -2.5),
-            Some("presence_penalty")
-        );
-        assert_eq!(
-            field_of(|p| p.repetition_penalty = 0.0),
-            Some("repetition_penalty")
-        );
-        assert_eq!(
-            field_of(|p| p.logit_bias = vec![(100, 1.0)]),
-            Some("logit_bias")
-        );
-        assert_eq!(
-            field_of(|p| p.logit_bias = vec![(1, 101.0)]),
-            Some("logit_bias")
-        );
-        assert_eq!(
-            field_of(|p| p.stop_token_ids = vec![100]),
-            Some("stop_token_ids")
-        );
+        assert_eq!(field_of(|p| p.frequency_penalty = 2.5), Some("frequency_penalty"));
+        assert_eq!(field_of(|p| p.presence_penalty = -2.5), Some("presence_penalty"));
+        assert_eq!(field_of(|p| p.repetition_penalty = 0.0), Some("repetition_penalty"));
+        assert_eq!(field_of(|p| p.logit_bias = vec![(100, 1.0)]), Some("logit_bias"));
+        assert_eq!(field_of(|p| p.logit_bias = vec![(1, 101.0)]), Some("logit_bias"));
+        assert_eq!(field_of(|p| p.stop_token_ids = vec![100]), Some("stop_token_ids"));
         assert_eq!(field_of(|p| p.stop = vec![String::new()]), Some("stop"));
         assert_eq!(field_of(|p| p.stop = vec!["x".into(); 33]), Some("stop"));
         let min_over_max = field_of(|p| {
@@ -242,10 +188,7 @@ mod tests {
 
     #[test]
     fn greedy_by_temperature_or_top_k() {
-        let mut params = SamplingParams {
-            temperature: 0.0,
-            ..Default::default()
-        };
+        let mut params = SamplingParams { temperature: 0.0, ..Default::default() };
         assert!(params.is_greedy());
         params.temperature = 1.0;
         assert!(!params.is_greedy());

@@ -222,9 +222,7 @@ pub enum SubmitError {
     #[error("the prompt has no tokens; at least one is needed")]
     EmptyPrompt,
     /// A prompt token is not in the vocabulary.
-    #[error(
-        "prompt token {token} at position {position} is outside the vocabulary of {vocab_size}"
-    )]
+    #[error("prompt token {token} at position {position} is outside the vocabulary of {vocab_size}")]
     UnknownToken {
         /// Its position in the prompt.
         position: usize,

@@ -9,17 +9,15 @@ use super::histogram::{Histogram, HistogramSnapshot};
 use super::request::Usage;
 
 const LATENCY_BOUNDS: &[f64] = &[
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0,
-    80.0, 100.0, 200.0, 400.0,
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 200.0,
+    400.0,
 ];
 const TOKEN_LATENCY_BOUNDS: &[f64] = &[
-    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2,
-    0.4, 0.8, 1.0, 2.0, 4.0, 8.0,
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0,
+    4.0, 8.0,
 ];
-const TOKEN_COUNT_BOUNDS: &[f64] = &[
-    1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0,
-    65536.0, 131072.0,
-];
+const TOKEN_COUNT_BOUNDS: &[f64] =
+    &[1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0];
 
 /// The engine's numbers at one moment; counters run from the start of the engine.
 #[derive(Debug, Clone)]
@@ -102,10 +100,7 @@ impl Throughput {
     const SECONDS: u64 = 5;
 
     fn new() -> Self {
-        Self {
-            started: Instant::now(),
-            slots: Default::default(),
-        }
+        Self { started: Instant::now(), slots: Default::default() }
     }
 
     fn add(&mut self, second: u64, tokens: u64) {
@@ -122,19 +117,10 @@ impl Throughput {
     fn rate(&self, second: u64) -> f64 {
         let window = Self::SECONDS.min(second);
         if window == 0 {
-            return self
-                .slots
-                .iter()
-                .filter(|s| s.0 == 0)
-                .map(|s| s.1 as f64)
-                .sum();
+            return self.slots.iter().filter(|s| s.0 == 0).map(|s| s.1 as f64).sum();
         }
-        let tokens: u64 = self
-            .slots
-            .iter()
-            .filter(|(at, _)| *at < second && *at + window >= second)
-            .map(|(_, tokens)| tokens)
-            .sum();
+        let tokens: u64 =
+            self.slots.iter().filter(|(at, _)| *at < second && *at + window >= second).map(|(_, tokens)| tokens).sum();
         tokens as f64 / window as f64
     }
 }
@@ -165,8 +151,7 @@ impl Counters {
 
     /// Counts the prompt of a request that begins.
     pub fn prompt_started(&self, usage: &Usage) {
-        self.prompt_tokens
-            .fetch_add(usage.prompt_tokens.into(), Relaxed);
+        self.prompt_tokens.fetch_add(usage.prompt_tokens.into(), Relaxed);
         let tiers = [usage.cached_device, usage.cached_host, usage.cached_storage];
         for (total, tokens) in self.cached.iter().zip(tiers) {
             total.fetch_add(tokens.into(), Relaxed);
@@ -222,42 +207,22 @@ mod tests {
     fn throughput_is_the_mean_of_the_last_seconds() {
         let mut throughput = Throughput::new();
         throughput.add(0, 10);
-        assert_eq!(
-            throughput.rate(0),
-            10.0,
-            "the first second counts as it runs"
-        );
+        assert_eq!(throughput.rate(0), 10.0, "the first second counts as it runs");
         throughput.add(1, 30);
         assert_eq!(throughput.rate(2), 20.0);
         throughput.add(7, 50);
-        assert_eq!(
-            throughput.rate(8),
-            10.0,
-            "older seconds have left the window"
-        );
+        assert_eq!(throughput.rate(8), 10.0, "older seconds have left the window");
         assert_eq!(throughput.rate(100), 0.0);
     }
 
     #[test]
     fn cached_tokens_are_counted_by_tier() {
         let counters = Counters::new();
-        let usage = Usage {
-            prompt_tokens: 100,
-            cached_device: 10,
-            cached_host: 20,
-            cached_storage: 30,
-            ..Default::default()
-        };
+        let usage =
+            Usage { prompt_tokens: 100, cached_device: 10, cached_host: 20, cached_storage: 30, ..Default::default() };
         counters.prompt_started(&usage);
         let stats = counters.snapshot(8);
         assert_eq!(stats.prompt_tokens_total, 100);
-        assert_eq!(
-            (
-                stats.cached_device_total,
-                stats.cached_host_total,
-                stats.cached_storage_total
-            ),
-            (10, 20, 30)
-        );
+        assert_eq!((stats.cached_device_total, stats.cached_host_total, stats.cached_storage_total), (10, 20, 30));
     }
 }

@@ -48,16 +48,12 @@ impl StopMatcher {
         StopStep { text: std::mem::replace(&mut self.held, tail), matched: None }
     }
 
-    /// Lets a piece through without looking for stop strings in it.
+    /// Lets out what was held back and a piece in which no stop string is looked for. With an
+    /// empty piece this ends the text.
     pub fn pass(&mut self, piece: &str) -> String {
         let mut text = std::mem::take(&mut self.held);
         text.push_str(piece);
         text
-    }
-
-    /// Ends the text: what was held back is output after all.
-    pub fn finish(&mut self) -> String {
-        std::mem::take(&mut self.held)
     }
 
     /// Bytes of the longest suffix of `held` that begins a stop string.
@@ -90,7 +86,7 @@ mod tests {
                 return (texts, step.matched);
             }
         }
-        texts.push(matcher.finish());
+        texts.push(matcher.pass(""));
         (texts, None)
     }
 

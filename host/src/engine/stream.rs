@@ -21,19 +21,8 @@ pub struct RequestStream {
 }
 
 impl RequestStream {
-    pub(crate) fn new(
-        id: String,
-        key: u64,
-        events: UnboundedReceiver<Event>,
-        commands: Sender<Command>,
-    ) -> Self {
-        Self {
-            id,
-            key,
-            events,
-            commands,
-            ended: false,
-        }
+    pub(crate) fn new(id: String, key: u64, events: UnboundedReceiver<Event>, commands: Sender<Command>) -> Self {
+        Self { id, key, events, commands, ended: false }
     }
 
     /// Name of the request.
@@ -116,25 +105,13 @@ impl Parts {
             Event::Prompt { index, logprobs } => {
                 self.open.entry(index).or_default().prompt_logprobs = logprobs;
             }
-            Event::Delta {
-                index,
-                text,
-                token_ids,
-                logprobs,
-                ..
-            } => {
+            Event::Delta { index, text, token_ids, logprobs, .. } => {
                 let open = self.open.entry(index).or_default();
                 open.text.push_str(&text);
                 open.token_ids.extend(token_ids);
                 open.logprobs.extend(logprobs);
             }
-            Event::Finished {
-                index,
-                reason,
-                usage,
-                preemptions,
-                elapsed,
-            } => {
+            Event::Finished { index, reason, usage, preemptions, elapsed } => {
                 let open = self.open.remove(&index).unwrap_or_default();
                 let at = self.completions.partition_point(|c| c.index < index);
                 let completion = Completion {

@@ -21,13 +21,7 @@ pub(super) struct Filter {
 impl Filter {
     /// Draws from `row`, whose largest value is `max`, with a uniform number in [0, 1). `None`
     /// only if no token has any weight.
-    pub fn draw(
-        &mut self,
-        row: &[f32],
-        max: f32,
-        params: &SamplingParams,
-        uniform: f64,
-    ) -> Option<u32> {
+    pub fn draw(&mut self, row: &[f32], max: f32, params: &SamplingParams, uniform: f64) -> Option<u32> {
         let total = self.softmax(row, max, params.temperature);
         if params.top_k.is_none() && params.top_p >= 1.0 && params.min_p <= 0.0 {
             let weights = (0u32..).zip(self.weights.iter().copied());
@@ -57,8 +51,7 @@ impl Filter {
         // Tokens rarer than this are too rare to be in the nucleus even if all of the rest of the
         // vocabulary were like them; not sorting them changes nothing. Half of it is margin
         // for rounding.
-        let rarest =
-            0.5 * (1.0 - f64::from(params.top_p)) * total / self.weights.len().max(1) as f64;
+        let rarest = 0.5 * (1.0 - f64::from(params.top_p)) * total / self.weights.len().max(1) as f64;
         let candidates = &mut self.candidates;
         candidates.clear();
         candidates.extend(
@@ -67,9 +60,7 @@ impl Filter {
                 .filter(|(_, (_, w))| **w >= params.min_p && f64::from(**w) >= rarest)
                 .map(|(token, (&logit, &weight))| Candidate { token, logit, weight }),
         );
-        let order = |a: &Candidate, b: &Candidate| {
-            b.logit.total_cmp(&a.logit).then(a.token.cmp(&b.token))
-        };
+        let order = |a: &Candidate, b: &Candidate| b.logit.total_cmp(&a.logit).then(a.token.cmp(&b.token));
         if let Some(k) = params.top_k {
             let k = k as usize;
             if k < candidates.len() {

@@ -10,19 +10,12 @@ pub(crate) struct LogprobReader {
 
 impl LogprobReader {
     /// Log-probabilities at one position: of `token`, of the `top` likeliest and of `token_ids`.
-    pub fn read(
-        &mut self,
-        row: &[f32],
-        token: u32,
-        top: usize,
-        token_ids: &[u32],
-    ) -> TokenLogprobs {
+    pub fn read(&mut self, row: &[f32], token: u32, top: usize, token_ids: &[u32]) -> TokenLogprobs {
         let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = row.iter().map(|&l| f64::from(l - max).exp()).sum();
         let log_sum = sum.ln();
         let of = |logit: f32| (f64::from(logit - max) - log_sum) as f32;
-        let of_token =
-            |t: u32| row.get(t as usize).map_or(f32::NEG_INFINITY, |&logit| of(logit));
+        let of_token = |t: u32| row.get(t as usize).map_or(f32::NEG_INFINITY, |&logit| of(logit));
         TokenLogprobs {
             token_id: token,
             logprob: Some(of_token(token)),
@@ -37,8 +30,7 @@ impl LogprobReader {
         if n == 0 {
             return &self.order;
         }
-        let compare =
-            |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let compare = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         self.order.extend((0u32..).zip(row.iter().copied()));
         if n < self.order.len() {
             self.order.select_nth_unstable_by(n, compare);

@@ -113,12 +113,8 @@ fn penalties_by_hand() {
 
 #[test]
 fn bias_and_mask_come_after_penalties() {
-    let params = SamplingParams {
-        temperature: 0.0,
-        repetition_penalty: 2.0,
-        logit_bias: vec![(0, 3.0)],
-        ..Default::default()
-    };
+    let params =
+        SamplingParams { temperature: 0.0, repetition_penalty: 2.0, logit_bias: vec![(0, 3.0)], ..Default::default() };
     let generated = HashMap::from([(0, 1)]);
     let mut draw = Draw { params: &params, seed: 0, position: 0, generated: &generated, masked: &[] };
     // Token 0: 4 / 2 + 3 = 5 beats 4.9; penalised after the bias it would be 3.5.
@@ -173,9 +169,8 @@ fn the_rarity_bound_drops_nothing_of_the_nucleus() {
     for top_p in [0.05f32, 0.3, 0.9, 0.99, 0.999_999] {
         let params = SamplingParams { top_p, ..Default::default() };
         let mut filter = filter::Filter::default();
-        let seen: std::collections::BTreeSet<u32> = (0..4000)
-            .filter_map(|i| filter.draw(&row, 5.0, &params, f64::from(i) / 4000.0))
-            .collect();
+        let seen: std::collections::BTreeSet<u32> =
+            (0..4000).filter_map(|i| filter.draw(&row, 5.0, &params, f64::from(i) / 4000.0)).collect();
         let total = 5f64.exp() + 999.0;
         let mut expected = 0;
         let mut before = 0.0;

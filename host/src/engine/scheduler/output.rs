@@ -1,0 +1,186 @@
+//! From rows of logits to tokens, events and pages in the tree.
+
+use std::time::Instant;
+
+use kvdock_models::Want;
+
+use super::Scheduler;
+use super::sequence::Sequence;
+use super::step::Chunk;
+use crate::engine::config::LogitsRow;
+use crate::engine::request::{AbortKind, Event, FinishReason, TokenLogprobs};
+use crate::engine::sampler::Draw;
+
+impl Scheduler {
+    /// Takes in what a forward pass computed for `chunks`, which are in order of their slots.
+    pub(super) fn take_output(&mut self, chunks: &[Chunk]) {
+        let mut running = std::mem::take(&mut self.running);
+        let mut row = 0;
+        let mut generated = 0;
+        for chunk in chunks {
+            if let Some(sequence) = running.get_mut(chunk.slot) {
+                generated += self.advance(sequence, chunk, row);
+            }
+            row += chunk.rows();
+        }
+        self.parts.shared.counters.generated(generated);
+        let ended: Vec<Sequence> = running.extract_if(.., |sequence| sequence.ended.is_some()).collect();
+        self.running = running;
+        for mut sequence in ended {
+            if let Some(reason) = sequence.ended.take() {
+                self.retire(sequence, reason);
+            }
+        }
+    }
+
+    /// Moves one sample on by its chunk, whose rows begin at `first_row`. Returns the tokens
+    /// generated: 0 or 1.
+    fn advance(&mut self, sequence: &mut Sequence, chunk: &Chunk, first_row: usize) -> u64 {
+        let whole_pages = sequence.computed / self.page_size;
+        sequence.computed = chunk.end;
+        self.read_prompt_logprobs(sequence, chunk, first_row);
+        if sequence.computed / self.page_size != whole_pages {
+            self.commit(sequence);
+        }
+        let prompt_done = chunk.start < sequence.prompt_len && chunk.end >= sequence.prompt_len;
+        if prompt_done && sequence.output_len() == 0 {
+            self.prompt_done(sequence);
+        }
+        if sequence.ended.is_some() || chunk.end < sequence.tokens.len() {
+            return 0;
+        }
+        if sequence.tokens.len() >= sequence.max_len {
+            sequence.ended = sequence.end_after(None);
+            return 0;
+        }
+        let last_row = first_row + chunk.rows().saturating_sub(1);
+        match self.next_token(sequence, last_row) {
+            Ok((token, logprobs)) => {
+                self.accept(sequence, token, logprobs);
+                1
+            }
+            Err(message) => {
+                tracing::error!(request = %sequence.group.id, "{message}");
+                sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
+                0
+            }
+        }
+    }
+
+    /// Puts the whole pages of a sample into the tree, where others find them.
+    fn commit(&mut self, sequence: &mut Sequence) {
+        let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
+        if let Err(error) = self.parts.cache.commit(sequence.cache_id, computed, &mut sequence.pages) {
+            let message = format!("the cache failed: {error}");
+            tracing::error!(request = %sequence.group.id, "{message}");
+            sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
+        }
+    }
+
+    /// Reads the log-probabilities of prompt tokens that the chunk's rows predict.
+    fn read_prompt_logprobs(&mut self, sequence: &mut Sequence, chunk: &Chunk, first_row: usize) {
+        if chunk.want != Want::All {
+            return;
+        }
+        while let Some(position) = sequence.next_prompt_row().filter(|&p| p < chunk.end) {
+            let row = (position >= chunk.start).then(|| self.logits.row(first_row + position - chunk.start)).flatten();
+            let (Some(row), Some(&token)) = (row, sequence.tokens.get(position + 1)) else {
+                let message = "a row of prompt log-probabilities is missing".to_owned();
+                tracing::error!(request = %sequence.group.id, position, "{message}");
+                sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
+                return;
+            };
+            if let Some(tap) = &self.parts.config.logits_tap {
+                let request_id = &sequence.group.id;
+                tap(&LogitsRow { request_id, index: sequence.index, position, logits: row });
+            }
+            let options = &sequence.group.logprobs;
+            let entry = self.logprobs.read(row, token, options.top, &options.token_ids);
+            sequence.prompt_logprobs.push(entry);
+        }
+    }
+
+    /// The prompt is computed: its log-probabilities go out, and the samples that share it may
+    /// come.
+    fn prompt_done(&mut self, sequence: &mut Sequence) {
+        let group = &sequence.group;
+        if sequence.index != 0 {
+            return;
+        }
+        if let Some(start) = group.logprobs.prompt_start {
+            let mut logprobs = std::mem::take(&mut sequence.prompt_logprobs);
+            if let (0, Some(&token_id)) = (start, sequence.tokens.first()) {
+                let first = TokenLogprobs { token_id, logprob: None, top: Vec::new(), token_ids: Vec::new() };
+                logprobs.insert(0, first);
+            }
+            for index in 1..group.samples {
+                group.send(Event::Prompt { index, logprobs: logprobs.clone() });
+            }
+            group.send(Event::Prompt { index: 0, logprobs });
+        }
+        let key = group.key;
+        self.release_followers(key);
+    }
+
+    /// Lets the other samples of a request join the queue.
+    pub(super) fn release_followers(&mut self, key: u64) {
+        let released: Vec<Sequence> = self.followers.extract_if(.., |follower| follower.group.key == key).collect();
+        for follower in released {
+            self.enqueue(follower);
+        }
+    }
+
+    /// Chooses the token that follows the one whose logits are in `row`.
+    fn next_token(&mut self, sequence: &Sequence, row: usize) -> Result<(u32, Option<TokenLogprobs>), String> {
+        let logits = self.logits.row_mut(row).ok_or("the model returned too few rows of logits")?;
+        if let Some(tap) = &self.parts.config.logits_tap {
+            tap(&LogitsRow {
+                request_id: &sequence.group.id,
+                index: sequence.index,
+                position: sequence.computed - 1,
+                logits,
+            });
+        }
+        let options = &sequence.group.logprobs;
+        // Sampling changes the row, so what the model said must be kept if it is asked for.
+        let original = options.output.then(|| logits.to_vec());
+        let draw = Draw {
+            params: &sequence.group.sampling,
+            seed: sequence.seed,
+            position: sequence.tokens.len() as u64,
+            generated: &sequence.generated,
+            masked: sequence.text.masked(),
+        };
+        let token = self.sampler.sample(logits, &draw).map_err(|error| error.to_string())?;
+        let logprobs = original.map(|row| self.logprobs.read(&row, token, options.top, &options.token_ids));
+        Ok((token, logprobs))
+    }
+
+    /// Appends a token to its sample and sends what it brings.
+    fn accept(&mut self, sequence: &mut Sequence, token: u32, logprobs: Option<TokenLogprobs>) {
+        let now = Instant::now();
+        let counters = &self.parts.shared.counters;
+        match sequence.times.last_token.replace(now) {
+            Some(before) => {
+                counters.inter_token_latency.observe((now - before).as_secs_f64());
+            }
+            None => {
+                sequence.times.first_token = Some(now);
+                let waited = now - sequence.group.submitted;
+                counters.time_to_first_token.observe(waited.as_secs_f64());
+            }
+        }
+        sequence.tokens.push(token);
+        if sequence.group.sampling.has_penalties() {
+            *sequence.generated.entry(token).or_default() += 1;
+        }
+        let step = sequence.text.push(token);
+        let mut text = step.text;
+        let full = sequence.tokens.len() >= sequence.max_len;
+        if step.matched.is_none() && full {
+            text.push_str(&sequence.text.finish());
+        }
+        sequence.deliver(text, token, logprobs);
+        sequence.ended = sequence.end_after(step.matched);
+    }
+}

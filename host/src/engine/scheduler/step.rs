@@ -1,0 +1,228 @@
+//! One forward pass over the next tokens of the running samples.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvdock_models::{Batch, NoHooks, SeqChunk, Want};
+
+use super::Scheduler;
+use super::sequence::{Sequence, Wait};
+use crate::engine::request::{AbortKind, FinishReason};
+
+/// Most logits that prompt log-probabilities may ask for in one chunk, so that a large
+/// vocabulary does not take much memory.
+const PROMPT_LOGITS: usize = 1 << 24;
+
+/// How long a sample that is alone may wait for pages that copies hold.
+const STALL_LIMIT: Duration = Duration::from_secs(30);
+
+/// The part of a sample that a step computes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Chunk {
+    /// Its place in `running`.
+    pub slot: usize,
+    /// First position.
+    pub start: usize,
+    /// One past the last position.
+    pub end: usize,
+    pub want: Want,
+}
+
+impl Chunk {
+    /// Rows of logits it yields.
+    pub fn rows(&self) -> usize {
+        match self.want {
+            Want::None => 0,
+            Want::Last => 1,
+            Want::All => self.end - self.start,
+        }
+    }
+}
+
+impl Scheduler {
+    /// Runs a forward pass if there is anything to compute; says whether there was.
+    pub(super) fn step(&mut self) -> bool {
+        let chunks = self.plan();
+        if chunks.is_empty() {
+            return false;
+        }
+        self.parts.shared.counters.steps.fetch_add(1, Ordering::Relaxed);
+        match self.forward(&chunks) {
+            Ok(()) => {
+                self.relax_reserve();
+                self.take_output(&chunks);
+            }
+            Err(message) => self.fail(&chunks, &message),
+        }
+        true
+    }
+
+    /// Chooses the tokens of the next step and gets pages for them. Decoding samples get one
+    /// token each; what is left of `prefill_chunk` goes to prompts in order of service.
+    fn plan(&mut self) -> Vec<Chunk> {
+        let mut chunks = Vec::with_capacity(self.running.len());
+        let mut prefill = self.parts.config.prefill_chunk;
+        let mut slot = 0;
+        while let Some(sequence) = self.running.get(slot) {
+            let decoding = sequence.is_decoding();
+            let tokens = if decoding { 1 } else { sequence.uncomputed().min(prefill) };
+            let tokens = self.bounded_by_rows(sequence, tokens);
+            if tokens == 0 {
+                slot += 1;
+                continue;
+            }
+            let (start, end) = (sequence.computed, sequence.computed + tokens);
+            let want = wanted_rows(sequence, end);
+            match self.provide_pages(slot, end) {
+                Pages::Provided => {
+                    chunks.push(Chunk { slot, start, end, want });
+                    if !decoding {
+                        prefill -= tokens;
+                    }
+                    slot += 1;
+                }
+                // The sample in this slot has left it.
+                Pages::Preempted => {}
+                Pages::Stalled => slot += 1,
+            }
+        }
+        chunks
+    }
+
+    /// Keeps the rows of prompt log-probabilities within bounds.
+    fn bounded_by_rows(&self, sequence: &Sequence, tokens: usize) -> usize {
+        if sequence.next_prompt_row().is_none_or(|row| row >= sequence.computed + tokens) {
+            return tokens;
+        }
+        let vocab = self.parts.shared.limits.vocab_size.max(1);
+        tokens.min((PROMPT_LOGITS / vocab).max(1))
+    }
+
+    /// Gives the sample in `slot` pages for `end` tokens. Where the pool is full, the youngest
+    /// running sample makes room, which may be this one.
+    fn provide_pages(&mut self, slot: usize, end: usize) -> Pages {
+        let needed = self.pages_for(end);
+        loop {
+            let Some(sequence) = self.running.get_mut(slot) else { return Pages::Preempted };
+            let missing = needed.saturating_sub(sequence.pages.len());
+            if missing == 0 {
+                self.stalled = None;
+                return Pages::Provided;
+            }
+            if let Some(mut pages) = self.parts.cache.alloc_pages(missing) {
+                sequence.pages.append(&mut pages);
+                continue;
+            }
+            if self.running.len() == 1 {
+                return self.stall(needed);
+            }
+            let last = self.running.len() - 1;
+            self.preempt_last();
+            if last == slot {
+                return Pages::Preempted;
+            }
+        }
+    }
+
+    /// The only running sample finds no page. Copies that end or samples that are loading may
+    /// still give some back; after a while it is given up.
+    fn stall(&mut self, needed: usize) -> Pages {
+        let since = *self.stalled.get_or_insert_with(Instant::now);
+        if since.elapsed() < STALL_LIMIT {
+            self.cancel_loads();
+            return Pages::Stalled;
+        }
+        self.stalled = None;
+        if let Some(sequence) = self.running.pop() {
+            let message = format!(
+                "{needed} pages are needed, {} of {} in the device pool are free and none came \
+                 free in {} s",
+                self.parts.cache.available_pages() + sequence.pages.len(),
+                self.parts.cache.device_pages(),
+                STALL_LIMIT.as_secs()
+            );
+            tracing::error!(request = %sequence.group.id, "{message}");
+            self.retire(sequence, FinishReason::Abort { kind: AbortKind::Internal, message });
+        }
+        Pages::Preempted
+    }
+
+    /// Takes back the pages into which waiting samples are being loaded.
+    fn cancel_loads(&mut self) {
+        let loading: Vec<Sequence> = self.waiting.extract_if(.., |sequence| sequence.wait == Wait::Loading).collect();
+        for sequence in loading {
+            self.parts.cache.preempt(sequence.cache_id, &[], Vec::new());
+            self.enqueue(sequence);
+        }
+    }
+
+    fn forward(&mut self, chunks: &[Chunk]) -> Result<(), String> {
+        let now = Instant::now();
+        for chunk in chunks {
+            if let Some(sequence) = self.running.get_mut(chunk.slot)
+                && sequence.times.started.is_none()
+            {
+                sequence.times.started = Some(now);
+                let queued = now - sequence.group.submitted;
+                self.parts.shared.counters.queue_time.observe(queued.as_secs_f64());
+            }
+        }
+        let mut seqs = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let sequence = self.running.get(chunk.slot).ok_or("a chunk without its sample")?;
+            seqs.push(SeqChunk {
+                tokens: sequence.tokens.get(chunk.start..chunk.end).ok_or("a chunk past its end")?,
+                start: u32::try_from(chunk.start).map_err(|_| "a position past u32")?,
+                pages: &sequence.pages,
+                logits: chunk.want,
+            });
+        }
+        let (model, pool, logits) = (&self.parts.model, &self.parts.pool, &mut self.logits);
+        // What a panic may leave half done is the logits and the pages of these chunks; neither
+        // is used afterwards.
+        catch_unwind(AssertUnwindSafe(|| model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &NoHooks, logits)))
+            .map_err(|panic| format!("the forward pass panicked: {}", panic_text(panic.as_ref())))?
+            .map_err(|error| format!("the forward pass failed: {error}"))
+    }
+
+    /// The pass failed: its samples end, and nothing they computed in it is kept.
+    fn fail(&mut self, chunks: &[Chunk], message: &str) {
+        self.parts.shared.counters.failed_steps.fetch_add(1, Ordering::Relaxed);
+        tracing::error!(requests = chunks.len(), "{message}");
+        for chunk in chunks.iter().rev() {
+            if chunk.slot < self.running.len() {
+                let mut sequence = self.running.remove(chunk.slot);
+                self.parts.cache.abort(sequence.cache_id, std::mem::take(&mut sequence.pages));
+                let kind = AbortKind::Internal;
+                let message = message.to_owned();
+                self.report_end(sequence, FinishReason::Abort { kind, message });
+            }
+        }
+    }
+}
+
+/// What became of a wish for pages.
+enum Pages {
+    Provided,
+    Preempted,
+    Stalled,
+}
+
+/// Rows that a chunk up to `end` must yield.
+fn wanted_rows(sequence: &Sequence, end: usize) -> Want {
+    if sequence.next_prompt_row().is_some_and(|row| row < end) {
+        return Want::All;
+    }
+    let samples = end == sequence.tokens.len() && end < sequence.max_len;
+    if samples { Want::Last } else { Want::None }
+}
+
+/// What a panic said.
+pub(in crate::engine) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("no message")
+}
