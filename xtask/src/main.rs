@@ -1,2 +1,52 @@
-//! Commands of the kvdock tree.
-fn main() {}
+//! The commands of the kvdock tree: `cargo xtask COMMAND`.
+
+mod bench;
+mod check;
+mod model;
+mod paths;
+mod process;
+mod quickstart;
+mod server;
+mod setup;
+mod soak;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Commands of the kvdock tree.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build kvdock, fetch a small real model, and serve it with the file plugin.
+    Quickstart(quickstart::Options),
+    /// Install what the tests need, build the plugins, and run every test.
+    Test(test::Options),
+    /// Run the long versions of the soak tests.
+    Soak(soak::Options),
+    /// Measure kvdock beside its peers and the machine's limits, in one run.
+    Bench(bench::Options),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Quickstart(options) => quickstart::run(&options),
+        Command::Test(options) => test::run(&options),
+        Command::Soak(options) => soak::run(&options),
+        Command::Bench(options) => bench::run(&options),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
