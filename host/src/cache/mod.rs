@@ -28,6 +28,10 @@ mod manager;
 mod stats;
 mod types;
 
+mod pool;
+mod seal;
+mod tree;
+
 pub use config::{CacheConfig, EvictionPolicy, PrefetchPolicy, WritePolicy};
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};

@@ -1,0 +1,437 @@
+//! The host pool: one memfd, mapped once and for ever, holding the K plane, the V plane and the seals.
+//!
+//! A page's bytes may be touched by whoever holds the page in [`SharedPages`]: the copy worker fills
+//! a fresh page that only its operation and the not-yet-valid tree node hold; afterwards the page
+//! is only read until its last holder lets go. Backends fill fresh pages that only the prefetch holds.
+
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvdock_kernels::{HostPage, KvDtype, KvSpec};
+use kvdock_plugin_api::Dtype;
+use parking_lot::Mutex;
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::pages::SharedPages;
+use crate::cache::layout::{HostLayout, PlaneShape, PlaneStrides};
+use crate::cache::seal::{SealFault, SealFormat};
+use crate::cache::types::CacheError;
+use crate::plugin::backend::{HostPoolComponent, HostPoolDescription, HostPoolSegment, PageKey};
+
+/// Alignment of the planes, and of every piece of a page where the page's size allows it.
+const BLOCK: u64 = 4096;
+
+/// Host pages, their memory and their seals.
+pub(crate) struct HostPool {
+    base: *mut u8,
+    fd: ManuallyDrop<OwnedFd>,
+    planes: [Plane; 2],
+    description: HostPoolDescription,
+    seal_area: HostPoolSegment,
+    seal: SealFormat,
+    /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
+    sealed: Vec<AtomicBool>,
+    pages: Mutex<SharedPages>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Plane {
+    offset: u64,
+    strides: PlaneStrides,
+}
+
+// SAFETY: the mapping is plain memory that stays mapped for ever; who may touch which
+// page is governed by the holders in `pages`, and the unsafe functions below ask for that.
+unsafe impl Send for HostPool {}
+// SAFETY: as above; shared access hands out raw pointers only.
+unsafe impl Sync for HostPool {}
+
+impl std::fmt::Debug for HostPool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostPool").field("description", &self.description).finish_non_exhaustive()
+    }
+}
+
+fn round_up(bytes: u64, to: u64) -> Option<u64> {
+    Some(bytes.checked_add(to - 1)? / to * to)
+}
+
+fn dtype_of(dtype: KvDtype) -> Dtype {
+    match dtype {
+        KvDtype::F16 => Dtype::F16,
+        KvDtype::BF16 => Dtype::Bf16,
+        KvDtype::F32 => Dtype::F32,
+    }
+}
+
+/// The mapping's plan: planes, segments, components, seals, total bytes.
+struct Plan {
+    planes: [Plane; 2],
+    segments: Vec<HostPoolSegment>,
+    components: Vec<HostPoolComponent>,
+    seal_area: HostPoolSegment,
+    bytes: u64,
+}
+
+fn plan(spec: &KvSpec, pages: u32, layout: HostLayout, seal_len: u64) -> Option<Plan> {
+    let mut segments = Vec::new();
+    let mut components = Vec::new();
+    let mut planes = Vec::new();
+    let mut at = 0u64;
+    for (component, head_dim) in [(0, spec.head_dim_k), (1, spec.head_dim_v)] {
+        let shape = PlaneShape {
+            layers: spec.layers as u64,
+            heads: spec.kv_heads as u64,
+            head_bytes: (head_dim as u64).checked_mul(spec.dtype.bytes() as u64)?,
+            page_tokens: spec.page_tokens as u64,
+            pages: pages.into(),
+        };
+        let bytes = shape.bytes()?;
+        components.extend(shape.components(layout, component, segments.len() as u32));
+        segments.extend(
+            shape
+                .segments(layout)
+                .into_iter()
+                .map(|segment| HostPoolSegment { offset: segment.offset + at, ..segment }),
+        );
+        planes.push(Plane { offset: at, strides: shape.strides(layout) });
+        at = round_up(at.checked_add(bytes)?, BLOCK)?;
+    }
+    // Seals are whole blocks where everything else of a page is, so that direct I/O stays possible.
+    let aligned = segments.iter().all(|s| s.len % BLOCK == 0 && s.stride % BLOCK == 0);
+    let seal_len = round_up(seal_len, if aligned { BLOCK } else { 64 })?;
+    let seal_area = HostPoolSegment { offset: at, stride: seal_len, len: seal_len };
+    segments.push(seal_area);
+    let bytes = at.checked_add(seal_len.checked_mul(pages.into())?)?;
+    Some(Plan { planes: planes.try_into().ok()?, segments, components, seal_area, bytes: round_up(bytes, BLOCK)? })
+}
+
+impl HostPool {
+    /// A pool of `pages` pages with the geometry of `spec`, not yet backed by memory.
+    pub fn new(spec: &KvSpec, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Result<Self, CacheError> {
+        let seal = SealFormat::new(identity, spec.layers);
+        let too_large = |message: &str| CacheError::HostMemory {
+            bytes: (spec.page_bytes() as u64).saturating_mul(pages.into()),
+            message: message.to_owned(),
+        };
+        let plan = plan(spec, pages, layout, seal.len() as u64)
+            .filter(|plan| plan.bytes <= isize::MAX as u64)
+            .ok_or_else(|| too_large("the size is beyond what this machine can address"))?;
+        let failed =
+            |error: rustix::io::Errno| CacheError::HostMemory { bytes: plan.bytes, message: error.to_string() };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("kvdock-host-pool", flags).map_err(failed)?;
+        rustix::fs::ftruncate(&fd, plan.bytes).map_err(failed)?;
+        // Nobody who gets the descriptor can cut the memory off under us.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                plan.bytes as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        }
+        .map_err(failed)?;
+        // SAFETY: the range is the mapping just made. Only advice: where huge pages are off, nothing is lost.
+        let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
+        let description = HostPoolDescription {
+            name: "kv".to_owned(),
+            layout: layout.as_str().to_owned(),
+            dtype: dtype_of(spec.dtype),
+            pages,
+            page_tokens: spec.page_tokens as u32,
+            layers: spec.layers as u32,
+            base: base as usize,
+            bytes: plan.bytes,
+            fd: fd.as_raw_fd(),
+            segments: plan.segments,
+            components: plan.components,
+        };
+        Ok(HostPool {
+            base: base.cast(),
+            fd: ManuallyDrop::new(fd),
+            planes: plan.planes,
+            description,
+            seal_area: plan.seal_area,
+            seal,
+            sealed: (0..pages).map(|_| AtomicBool::new(false)).collect(),
+            pages: Mutex::new(SharedPages::new(pages)),
+        })
+    }
+
+    /// What a backend has to know to register the pool.
+    pub fn description(&self) -> &HostPoolDescription {
+        &self.description
+    }
+
+    /// Payload bytes of a page with its seal.
+    pub fn page_bytes(&self) -> u64 {
+        self.description.segments.iter().map(|s| s.len).sum()
+    }
+
+    /// Pages in the pool.
+    pub fn capacity(&self) -> usize {
+        self.sealed.len()
+    }
+
+    /// Free pages.
+    pub fn free_count(&self) -> usize {
+        self.pages.lock().free_count()
+    }
+
+    /// Takes `count` pages. None if there are fewer free.
+    pub fn alloc(&self, count: usize) -> Option<Vec<u32>> {
+        let taken = self.pages.lock().alloc(count)?;
+        for &page in &taken {
+            self.set_sealed(page, false);
+        }
+        Some(taken)
+    }
+
+    /// Adds a holder to each page. Pages that are free are a fault of the caller, and logged.
+    pub fn retain(&self, pages: &[u32]) {
+        let mut shared = self.pages.lock();
+        for &page in pages {
+            if let Err(fault) = shared.retain(page) {
+                tracing::error!(%fault, "host page held by nobody");
+            }
+        }
+    }
+
+    /// Takes a holder from each page; says how many became free.
+    pub fn release(&self, pages: &[u32]) -> usize {
+        let mut shared = self.pages.lock();
+        let mut freed = 0;
+        for &page in pages {
+            match shared.release(page) {
+                Ok(free) => freed += usize::from(free),
+                Err(fault) => tracing::error!(%fault, "host page given back in error"),
+            }
+        }
+        freed
+    }
+
+    /// Looks at the pages' holders, for checks.
+    pub fn with_pages<R>(&self, look: impl FnOnce(&SharedPages) -> R) -> R {
+        look(&self.pages.lock())
+    }
+
+    /// Pointers and strides of a page. None outside the pool.
+    pub fn page(&self, page: u32) -> Option<HostPage> {
+        if page as usize >= self.capacity() {
+            return None;
+        }
+        let [k, v] = &self.planes;
+        let start = |plane: &Plane| {
+            let offset = plane.offset + u64::from(page) * plane.strides.page;
+            self.base.wrapping_add(offset as usize)
+        };
+        Some(HostPage {
+            k: start(k),
+            v: start(v),
+            k_layer_stride: k.strides.layer as usize,
+            k_head_stride: k.strides.head as usize,
+            k_token_stride: k.strides.token as usize,
+            v_layer_stride: v.strides.layer as usize,
+            v_head_stride: v.strides.head as usize,
+            v_token_stride: v.strides.token as usize,
+        })
+    }
+
+    /// Writes the seal of a page under `key`, if it does not stand yet.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds `page`, its content is complete, and nobody else seals it at the same time.
+    pub unsafe fn seal(&self, page: u32, key: &PageKey) {
+        if page as usize >= self.capacity() || self.is_sealed(page) {
+            return;
+        }
+        // SAFETY: the seal of a page belongs to its holder, which is the caller, and lies in the mapping.
+        let seal = unsafe { std::slice::from_raw_parts_mut(self.seal_pointer(page), self.seal_area.len as usize) };
+        // SAFETY: the caller holds the page and its content is complete.
+        self.seal.write(seal, key, unsafe { self.checksums(page) });
+        self.set_sealed(page, true);
+    }
+
+    /// Checks a page that a backend filled against `key`.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds `page` alone, and no backend call on it is running.
+    pub unsafe fn verify(&self, page: u32, key: &PageKey) -> Result<(), SealFault> {
+        if page as usize >= self.capacity() {
+            return Err(SealFault::Damaged);
+        }
+        // SAFETY: the seal lies in the mapping, and by the caller's promise nobody writes it.
+        let seal = unsafe { std::slice::from_raw_parts(self.seal_pointer(page), self.seal_area.len as usize) };
+        // SAFETY: the caller holds the page alone.
+        self.seal.verify(seal, key, unsafe { self.checksums(page) })?;
+        self.set_sealed(page, true);
+        Ok(())
+    }
+
+    fn seal_pointer(&self, page: u32) -> *mut u8 {
+        let offset = self.seal_area.offset + u64::from(page) * self.seal_area.stride;
+        self.base.wrapping_add(offset as usize)
+    }
+
+    /// CRC-32C of each component, computed as it is asked for.
+    ///
+    /// # Safety
+    ///
+    /// `page` is in the pool, and nobody writes it while the iterator lives.
+    unsafe fn checksums(&self, page: u32) -> impl Iterator<Item = u32> {
+        self.description.components.iter().map(move |component| {
+            let segment = self.description.segments[component.segment as usize];
+            let start = segment.offset + u64::from(page) * segment.stride + component.offset;
+            (0..component.run_count).fold(0, |checksum, run| {
+                let at = start + run * component.run_stride;
+                // SAFETY: the plan keeps every run inside its segment and every segment inside the
+                // mapping, and by the caller's promise nobody writes the page.
+                let bytes = unsafe {
+                    std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize)
+                };
+                crc32c::crc32c_append(checksum, bytes)
+            })
+        })
+    }
+
+    fn is_sealed(&self, page: u32) -> bool {
+        self.sealed.get(page as usize).is_some_and(|sealed| sealed.load(Ordering::Acquire))
+    }
+
+    fn set_sealed(&self, page: u32, to: bool) {
+        if let Some(sealed) = self.sealed.get(page as usize) {
+            sealed.store(to, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for HostPool {
+    fn drop(&mut self) {
+        // Mapping and descriptor stay: a backend that never returned from a call or from `close`
+        // may still use them. The memory behind them is given back; whoever reads it sees zeros.
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let freed = rustix::fs::fallocate(&*self.fd, flags, 0, self.description.bytes);
+        if let Err(error) = freed {
+            tracing::error!(%error, "the memory of the host pool could not be given back");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEC: KvSpec =
+        KvSpec { layers: 3, kv_heads: 2, head_dim_k: 8, head_dim_v: 4, page_tokens: 4, pages: 1, dtype: KvDtype::F16 };
+
+    const LAYOUTS: [HostLayout; 4] =
+        [HostLayout::LayerFirst, HostLayout::PageFirst, HostLayout::PageFirstDirect, HostLayout::PageHead];
+
+    /// Writes a byte pattern into a page through the description's segments, as a backend would.
+    fn fill(pool: &HostPool, page: u32, salt: u8) {
+        let description = pool.description();
+        let payload = description.segments.len() - 1;
+        for (index, segment) in description.segments[..payload].iter().enumerate() {
+            let start = segment.offset + u64::from(page) * segment.stride;
+            for byte in 0..segment.len {
+                let at = (description.base as u64 + start + byte) as *mut u8;
+                // SAFETY: the segment lies in the mapping and the test is the only user.
+                unsafe { *at = (byte as u8).wrapping_mul(31) ^ salt ^ index as u8 };
+            }
+        }
+    }
+
+    #[test]
+    fn every_payload_byte_is_under_the_seal_in_every_layout() {
+        for layout in LAYOUTS {
+            let pool = HostPool::new(&SPEC, 3, layout, [9; 32]).unwrap();
+            let pages = pool.alloc(3).unwrap();
+            for &page in &pages {
+                fill(&pool, page, page as u8);
+                // SAFETY: the test holds the page.
+                unsafe { pool.seal(page, &[page as u8; 32]) };
+            }
+            let description = pool.description().clone();
+            for &page in &pages {
+                let key = [page as u8; 32];
+                // SAFETY: the test holds the page.
+                assert_eq!(unsafe { pool.verify(page, &key) }, Ok(()), "{layout:?}");
+                for segment in &description.segments[..description.segments.len() - 1] {
+                    for byte in 0..segment.len {
+                        let offset = segment.offset + u64::from(page) * segment.stride + byte;
+                        let at = (description.base as u64 + offset) as *mut u8;
+                        // SAFETY: inside the mapping; the test is the only user.
+                        unsafe { *at ^= 1 };
+                        // SAFETY: the test holds the page.
+                        let verdict = unsafe { pool.verify(page, &key) };
+                        assert!(
+                            matches!(verdict, Err(SealFault::Payload { .. })),
+                            "{layout:?}: byte {byte} is not covered"
+                        );
+                        // SAFETY: as above.
+                        unsafe { *at ^= 1 };
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn segments_of_pages_do_not_overlap() {
+        for layout in LAYOUTS {
+            let pool = HostPool::new(&SPEC, 4, layout, [0; 32]).unwrap();
+            let mut taken = vec![false; pool.description().bytes as usize];
+            for page in 0..4 {
+                for segment in &pool.description().segments {
+                    let start = (segment.offset + page * segment.stride) as usize;
+                    for seen in &mut taken[start..start + segment.len as usize] {
+                        assert!(!*seen, "{layout:?}");
+                        *seen = true;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_taken_anew_has_no_seal() {
+        let pool = HostPool::new(&SPEC, 1, HostLayout::PageFirst, [0; 32]).unwrap();
+        let page = pool.alloc(1).unwrap()[0];
+        fill(&pool, page, 1);
+        // SAFETY: the test holds the page.
+        unsafe { pool.seal(page, &[1; 32]) };
+        assert_eq!(pool.release(&[page]), 1);
+        assert_eq!(pool.alloc(1), Some(vec![page]));
+        fill(&pool, page, 2);
+        // SAFETY: the test holds the page.
+        unsafe { pool.seal(page, &[2; 32]) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { pool.verify(page, &[2; 32]) }, Ok(()));
+    }
+
+    #[test]
+    fn seals_are_whole_blocks_where_pages_are() {
+        let spec = KvSpec { head_dim_k: 64, head_dim_v: 64, layers: 2, kv_heads: 2, ..SPEC };
+        let spec = KvSpec { page_tokens: 16, ..spec };
+        let pool = HostPool::new(&spec, 2, HostLayout::PageFirst, [0; 32]).unwrap();
+        assert!(pool.description().segments.iter().all(|s| s.len % 4096 == 0));
+        let small = HostPool::new(&SPEC, 2, HostLayout::PageFirst, [0; 32]).unwrap();
+        assert!(small.description().segments.last().unwrap().len < 4096);
+    }
+
+    #[test]
+    fn a_pool_beyond_the_address_space_is_an_error_not_a_crash() {
+        let spec = KvSpec { layers: usize::MAX / 1024, ..SPEC };
+        let error = HostPool::new(&spec, u32::MAX, HostLayout::PageFirst, [0; 32]).unwrap_err();
+        assert!(error.to_string().contains("cache.host_tokens"), "{error}");
+    }
+}
