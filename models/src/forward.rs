@@ -118,5 +118,11 @@ pub trait Model: Send + Sync {
     /// # Errors
     /// A batch that breaks a rule of [`SeqChunk`], a pool of another geometry, a hook or a kernel
     /// that failed. The pages of the chunks are then undefined from `start` on.
-    fn forward(&self, batch: &Batch<'_>, pool: &dyn KvPool, hooks: &dyn LayerHooks, logits: &mut Logits) -> Result<(), ModelError>;
+    fn forward(
+        &self,
+        batch: &Batch<'_>,
+        pool: &dyn KvPool,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError>;
 }

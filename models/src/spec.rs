@@ -33,7 +33,7 @@ impl KvGeometry {
 /// Sampling values that a checkpoint recommends (`generation_config.json`). `None`: it says nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// Sampling temperature; 0 when the checkpoint asks for greedy decoding (`do_sample: false`).
+    /// Sampling temperature. (`do_sample` is not looked at: other engines do not either.)
     pub temperature: Option<f32>,
     /// Nucleus size.
     pub top_p: Option<f32>,

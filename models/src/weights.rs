@@ -35,6 +35,11 @@ impl RawTensor<'_> {
 
     /// An error about this tensor.
     pub fn error(&self, expected: impl Into<String>, found: impl Into<String>) -> ModelError {
-        ModelError::Tensor { path: self.file.to_path_buf(), tensor: self.name.clone(), expected: expected.into(), found: found.into() }
+        ModelError::Tensor {
+            path: self.file.to_path_buf(),
+            tensor: self.name.clone(),
+            expected: expected.into(),
+            found: found.into(),
+        }
     }
 }

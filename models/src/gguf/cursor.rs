@@ -29,13 +29,19 @@ impl<'a> Cursor<'a> {
     /// The next `count` bytes.
     pub(super) fn take(&mut self, count: u64, what: &str) -> Result<&'a [u8], String> {
         let left = self.remaining();
-        let taken = usize::try_from(count).ok().and_then(|count| self.at.checked_add(count)).and_then(|end| self.bytes.get(self.at..end));
+        let taken = usize::try_from(count)
+            .ok()
+            .and_then(|count| self.at.checked_add(count))
+            .and_then(|end| self.bytes.get(self.at..end));
         match taken {
             Some(bytes) => {
                 self.at += bytes.len();
                 Ok(bytes)
             }
-            None => Err(format!("{what} at byte {}: expected {count} bytes, found {left} before the end of the file", self.at)),
+            None => Err(format!(
+                "{what} at byte {}: expected {count} bytes, found {left} before the end of the file",
+                self.at
+            )),
         }
     }
 
@@ -66,6 +72,7 @@ impl<'a> Cursor<'a> {
         let start = self.at;
         let length = self.u64(what)?;
         let bytes = self.take(length, what)?;
-        std::str::from_utf8(bytes).map_err(|error| format!("{what} at byte {start}: expected UTF-8 text, found {error}"))
+        std::str::from_utf8(bytes)
+            .map_err(|error| format!("{what} at byte {start}: expected UTF-8 text, found {error}"))
     }
 }

@@ -53,7 +53,10 @@ impl<'a> Gguf<'a> {
         let mut cursor = Cursor::new(bytes);
         let magic = cursor.take(4, "file type").map_err(damaged)?;
         if magic != MAGIC {
-            return Err(damaged(format!("expected a GGUF file beginning with \"GGUF\", found {:?}", String::from_utf8_lossy(magic))));
+            return Err(damaged(format!(
+                "expected a GGUF file beginning with \"GGUF\", found {:?}",
+                String::from_utf8_lossy(magic)
+            )));
         }
         let version = cursor.u32("version").map_err(damaged)?;
         if !(2..=3).contains(&version) {
@@ -75,14 +78,15 @@ impl<'a> Gguf<'a> {
         }
         let alignment = match values.get(ALIGNMENT_KEY) {
             None => DEFAULT_ALIGNMENT,
-            Some(value) => {
-                value.as_u64().filter(|alignment| alignment.is_power_of_two() && *alignment <= 1 << 30).ok_or_else(|| ModelError::Key {
+            Some(value) => value
+                .as_u64()
+                .filter(|alignment| alignment.is_power_of_two() && *alignment <= 1 << 30)
+                .ok_or_else(|| ModelError::Key {
                     path: path.to_path_buf(),
                     key: ALIGNMENT_KEY.to_owned(),
                     expected: "a power of two up to 2^30".to_owned(),
                     found: value.describe(),
-                })?
-            }
+                })?,
         };
 
         let mut infos = Vec::new();
@@ -115,7 +119,12 @@ impl<'a> Gguf<'a> {
     }
 
     /// The value of `key` as `convert` reads it; `expected` says what that is, for the message.
-    pub fn optional<T>(&self, key: &str, expected: &str, convert: impl FnOnce(Value<'a>) -> Option<T>) -> Result<Option<T>, ModelError> {
+    pub fn optional<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        convert: impl FnOnce(Value<'a>) -> Option<T>,
+    ) -> Result<Option<T>, ModelError> {
         match self.get(key) {
             None => Ok(None),
             Some(value) => match convert(value) {
@@ -126,13 +135,23 @@ impl<'a> Gguf<'a> {
     }
 
     /// As [`Gguf::optional`], but the key must be there.
-    pub fn required<T>(&self, key: &str, expected: &str, convert: impl FnOnce(Value<'a>) -> Option<T>) -> Result<T, ModelError> {
+    pub fn required<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        convert: impl FnOnce(Value<'a>) -> Option<T>,
+    ) -> Result<T, ModelError> {
         self.optional(key, expected, convert)?.ok_or_else(|| self.key_error(key, expected, "no such key"))
     }
 
     /// An error about `key`.
     pub fn key_error(&self, key: &str, expected: &str, found: impl Into<String>) -> ModelError {
-        ModelError::Key { path: self.path.to_path_buf(), key: key.to_owned(), expected: expected.to_owned(), found: found.into() }
+        ModelError::Key {
+            path: self.path.to_path_buf(),
+            key: key.to_owned(),
+            expected: expected.to_owned(),
+            found: found.into(),
+        }
     }
 
     /// The tensor called `name`.
@@ -162,7 +181,10 @@ struct RawInfo {
 
 impl RawInfo {
     fn read(cursor: &mut Cursor<'_>, path: &Path, tensor: &str) -> Result<Self, ModelError> {
-        let damaged = |what: String| ModelError::Damaged { path: path.to_path_buf(), what: format!("tensor \"{tensor}\": {what}") };
+        let damaged = |what: String| ModelError::Damaged {
+            path: path.to_path_buf(),
+            what: format!("tensor \"{tensor}\": {what}"),
+        };
         let count = cursor.u32("number of axes").map_err(damaged)?;
         if !(1..=MAX_DIMS).contains(&count) {
             return Err(damaged(format!("expected 1 to {MAX_DIMS} axes, found {count}")));
@@ -177,9 +199,20 @@ impl RawInfo {
     }
 
     /// Checks type, shape and place against the file of `file_bytes` bytes.
-    fn place(self, path: &Path, tensor: &str, data: u64, alignment: u64, file_bytes: usize) -> Result<TensorInfo, ModelError> {
-        let error =
-            |expected: String, found: String| ModelError::Tensor { path: path.to_path_buf(), tensor: tensor.to_owned(), expected, found };
+    fn place(
+        self,
+        path: &Path,
+        tensor: &str,
+        data: u64,
+        alignment: u64,
+        file_bytes: usize,
+    ) -> Result<TensorInfo, ModelError> {
+        let error = |expected: String, found: String| ModelError::Tensor {
+            path: path.to_path_buf(),
+            tensor: tensor.to_owned(),
+            expected,
+            found,
+        };
         let format = tensor_type(self.kind).ok_or_else(|| {
             error(
                 "one of the types F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K".to_owned(),
@@ -191,9 +224,9 @@ impl RawInfo {
         let found_dims = || format!("extents {:?}", self.dims);
         let shape = shape.ok_or_else(|| error("extents of at least 1".to_owned(), found_dims()))?;
         let inputs = shape.last().copied().unwrap_or(1);
-        let row = format
-            .row_bytes(inputs)
-            .ok_or_else(|| error(format!("rows of a multiple of {} for {}", format.block_elements(), format.name()), found_dims()))?;
+        let row = format.row_bytes(inputs).ok_or_else(|| {
+            error(format!("rows of a multiple of {} for {}", format.block_elements(), format.name()), found_dims())
+        })?;
         let bytes = shape
             .iter()
             .rev()
@@ -201,13 +234,19 @@ impl RawInfo {
             .try_fold(row, |bytes, &extent| bytes.checked_mul(extent))
             .ok_or_else(|| error("a size that fits in memory".to_owned(), found_dims()))?;
         if self.offset % alignment != 0 {
-            return Err(error(format!("an offset that is a multiple of {alignment}"), format!("offset {}", self.offset)));
+            return Err(error(
+                format!("an offset that is a multiple of {alignment}"),
+                format!("offset {}", self.offset),
+            ));
         }
         let begin = data.checked_add(self.offset).and_then(|begin| usize::try_from(begin).ok());
         let end = begin.and_then(|begin| begin.checked_add(bytes));
         match (begin, end) {
             (Some(begin), Some(end)) if end <= file_bytes => Ok(TensorInfo { format, shape, begin, bytes }),
-            _ => Err(error(format!("{bytes} bytes from byte {data} + {} on", self.offset), format!("a file of {file_bytes} bytes"))),
+            _ => Err(error(
+                format!("{bytes} bytes from byte {data} + {} on", self.offset),
+                format!("a file of {file_bytes} bytes"),
+            )),
         }
     }
 }

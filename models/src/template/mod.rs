@@ -43,7 +43,11 @@ impl ChatTemplate {
         let (origin, source) = (origin.into(), source.into());
         let mut environment = Environment::new();
         environment.set_syntax(
-            SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|error| template_error(&origin, &error))?,
+            SyntaxConfig::builder()
+                .trim_blocks(true)
+                .lstrip_blocks(true)
+                .build()
+                .map_err(|error| template_error(&origin, &error))?,
         );
         environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(python::method);
@@ -51,7 +55,9 @@ impl ChatTemplate {
         environment.add_filter("tojson", python::to_json);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
-        environment.add_template_owned(NAME, tags::without_generation_marks(&source)).map_err(|error| template_error(&origin, &error))?;
+        environment
+            .add_template_owned(NAME, tags::without_generation_marks(&source))
+            .map_err(|error| template_error(&origin, &error))?;
         Ok(Self { environment, origin, source, bos_token: bos_token.into(), eos_token: eos_token.into() })
     }
 
@@ -74,7 +80,8 @@ impl ChatTemplate {
             ("bos_token", Value::from(self.bos_token.as_str())),
             ("eos_token", Value::from(self.eos_token.as_str())),
         ];
-        let context: Value = variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))).chain(standard).collect();
+        let context: Value =
+            variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))).chain(standard).collect();
         self.environment
             .get_template(NAME)
             .and_then(|template| template.render(context))

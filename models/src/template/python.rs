@@ -200,7 +200,10 @@ impl JsonStyle {
                 })?;
             }
             other => {
-                return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson: a value of kind {other} has no JSON form")));
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("tojson: a value of kind {other} has no JSON form"),
+                ));
             }
         }
         Ok(())

@@ -15,9 +15,11 @@ fn standard_variables_are_there_and_cannot_be_hidden() {
     let mut variables = Map::new();
     variables.insert("bos_token".into(), json!("evil"));
     variables.insert("enable_thinking".into(), json!(false));
-    let text = template("{{ bos_token }}{{ messages[0].role }}{{ eos_token }}{{ add_generation_prompt }}{{ enable_thinking }}")
-        .render(&json!([{"role": "user", "content": "x"}]), false, &variables)
-        .unwrap();
+    let text = template(
+        "{{ bos_token }}{{ messages[0].role }}{{ eos_token }}{{ add_generation_prompt }}{{ enable_thinking }}",
+    )
+    .render(&json!([{"role": "user", "content": "x"}]), false, &variables)
+    .unwrap();
     assert_eq!(text, "<s>user</s>FalseFalse");
 }
 
@@ -38,12 +40,17 @@ fn string_methods_of_python() {
 fn to_json_is_pythons() {
     let source = r#"{{ {"b": [1, 2.0, none, true], "a": "é<&'\"\n"} | tojson }}"#;
     assert_eq!(render(source).unwrap(), r#"{"b": [1, 2.0, null, true], "a": "é<&'\"\n"}"#);
-    assert_eq!(render("{{ {'a': [1], 'b': {}} | tojson(indent=2) }}").unwrap(), "{\n  \"a\": [\n    1\n  ],\n  \"b\": {}\n}");
+    assert_eq!(
+        render("{{ {'a': [1], 'b': {}} | tojson(indent=2) }}").unwrap(),
+        "{\n  \"a\": [\n    1\n  ],\n  \"b\": {}\n}"
+    );
 }
 
 #[test]
 fn objects_keep_the_order_of_the_request() {
-    let text = template("{{ messages[0].x | tojson }}").render(&json!([{"x": {"z": 1, "a": 2, "m": 1e-5}}]), false, &Map::new()).unwrap();
+    let text = template("{{ messages[0].x | tojson }}")
+        .render(&json!([{"x": {"z": 1, "a": 2, "m": 1e-5}}]), false, &Map::new())
+        .unwrap();
     assert_eq!(text, r#"{"z": 1, "a": 2, "m": 1e-05}"#);
 }
 

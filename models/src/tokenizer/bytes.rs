@@ -6,7 +6,7 @@ fn is_printable(byte: u8) -> bool {
 }
 
 /// The character that stands for `byte`: itself where printable, else U+0100 and up in order of the bytes.
-pub(super) fn byte_to_char(byte: u8) -> char {
+pub(crate) fn byte_to_char(byte: u8) -> char {
     if is_printable(byte) {
         return char::from(byte);
     }
@@ -16,7 +16,8 @@ pub(super) fn byte_to_char(byte: u8) -> char {
 
 /// The byte that `character` stands for.
 fn char_to_byte(character: char) -> Option<u8> {
-    static UPPER: std::sync::LazyLock<Vec<u8>> = std::sync::LazyLock::new(|| (0..=255u8).filter(|&byte| !is_printable(byte)).collect());
+    static UPPER: std::sync::LazyLock<Vec<u8>> =
+        std::sync::LazyLock::new(|| (0..=255u8).filter(|&byte| !is_printable(byte)).collect());
     let code = u32::from(character);
     match u8::try_from(code) {
         Ok(byte) => is_printable(byte).then_some(byte),

@@ -34,8 +34,8 @@ impl Tokenizer {
             return Err(unsupported(format!("the tokenizer \"{model}\" ({MODEL}; byte-level BPE, \"gpt2\", is)")));
         }
         let pre_name = gguf.optional(PRE, "a text", |value| value.as_str())?.unwrap_or("default");
-        let pre =
-            Pre::by_name(pre_name).map_err(|known| unsupported(format!("the pre-tokenizer \"{pre_name}\" ({PRE}; known are {known})")))?;
+        let pre = Pre::by_name(pre_name)
+            .map_err(|known| unsupported(format!("the pre-tokenizer \"{pre_name}\" ({PRE}; known are {known})")))?;
 
         let tokens = text_array(gguf, TOKENS)?;
         if tokens.is_empty() {
@@ -58,7 +58,8 @@ impl Tokenizer {
         let merges = merges(gguf, &vocab)?;
 
         let fail = |error: tokenizers::Error| ModelError::Tokenizer(error.to_string());
-        let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges).build().map_err(fail)?;
+        let bpe =
+            BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges).build().map_err(fail)?;
         let mut inner = tokenizers::Tokenizer::new(bpe);
         if pre.nfc {
             inner.with_normalizer(Some(NFC)).map_err(fail)?;
@@ -92,7 +93,10 @@ impl Tokenizer {
 fn text_array<'a>(gguf: &Gguf<'a>, key: &str) -> Result<Vec<&'a str>, ModelError> {
     const EXPECTED: &str = "an array of texts";
     let array = gguf.required(key, EXPECTED, |value| value.as_array())?;
-    array.iter().map(|value| value.as_str().ok_or_else(|| gguf.key_error(key, EXPECTED, format!("in it {}", value.describe())))).collect()
+    array
+        .iter()
+        .map(|value| value.as_str().ok_or_else(|| gguf.key_error(key, EXPECTED, format!("in it {}", value.describe()))))
+        .collect()
 }
 
 /// A type for each of `count` tokens; all are normal where the file has no types.
@@ -104,7 +108,12 @@ fn token_types(gguf: &Gguf<'_>, count: usize) -> Result<Vec<u64>, ModelError> {
     if array.len() != count {
         return Err(gguf.key_error(TYPES, &format!("{count} types, one a token"), format!("{}", array.len())));
     }
-    array.iter().map(|value| value.as_u64().ok_or_else(|| gguf.key_error(TYPES, EXPECTED, format!("in it {}", value.describe())))).collect()
+    array
+        .iter()
+        .map(|value| {
+            value.as_u64().ok_or_else(|| gguf.key_error(TYPES, EXPECTED, format!("in it {}", value.describe())))
+        })
+        .collect()
 }
 
 /// The merges in order of their rank; both sides and the result are tokens.
@@ -114,8 +123,9 @@ fn merges(gguf: &Gguf<'_>, vocab: &Vocab) -> Result<Merges, ModelError> {
         .enumerate()
         .map(|(rank, merge)| {
             // The byte alphabet has no space: the only one stands between the two sides.
-            let (left, right) =
-                merge.split_once(' ').ok_or_else(|| gguf.key_error(MERGES, "merges of two tokens", format!("{merge:?} at {rank}")))?;
+            let (left, right) = merge
+                .split_once(' ')
+                .ok_or_else(|| gguf.key_error(MERGES, "merges of two tokens", format!("{merge:?} at {rank}")))?;
             super::check_merge(left, right, |token| vocab.contains_key(token))
                 .map_err(|found| gguf.key_error(MERGES, "merges of tokens", format!("{found} at {rank}")))?;
             Ok((left.to_owned(), right.to_owned()))

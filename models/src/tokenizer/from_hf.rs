@@ -47,7 +47,10 @@ impl Tokenizer {
         let outline: Outline<'_> = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
         let model = &outline.model;
         if model.kind.as_deref().is_some_and(|kind| kind != "BPE") {
-            return Err(unsupported(format!("the tokenizer model {:?} (\"BPE\" is)", model.kind.as_deref().unwrap_or_default())));
+            return Err(unsupported(format!(
+                "the tokenizer model {:?} (\"BPE\" is)",
+                model.kind.as_deref().unwrap_or_default()
+            )));
         }
         let affix = [&model.continuing_subword_prefix, &model.end_of_word_suffix];
         if affix.into_iter().flatten().any(|affix| !affix.is_empty()) {
@@ -67,7 +70,9 @@ impl Tokenizer {
                 Some((left, right)) => super::check_merge(left, right, |token| model.vocab.contains_key(token)),
                 None => Err("a text without a space".to_owned()),
             };
-            checked.map_err(|found| damaged(format!("model.merges[{rank}]: expected a merge of two tokens, found {found}")))?;
+            checked.map_err(|found| {
+                damaged(format!("model.merges[{rank}]: expected a merge of two tokens, found {found}"))
+            })?;
         }
         drop(outline);
 
@@ -94,6 +99,9 @@ fn has_byte_level(value: &serde_json::Value, depth: usize) -> bool {
     }
     depth < 4
         && ["pretokenizers", "decoders"].iter().any(|list| {
-            value.get(list).and_then(|list| list.as_array()).is_some_and(|list| list.iter().any(|step| has_byte_level(step, depth + 1)))
+            value
+                .get(list)
+                .and_then(|list| list.as_array())
+                .is_some_and(|list| list.iter().any(|step| has_byte_level(step, depth + 1)))
         })
 }

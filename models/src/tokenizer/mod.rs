@@ -12,6 +12,8 @@ mod stream;
 
 use std::collections::HashSet;
 
+pub(crate) use bytes::byte_to_char;
+pub(crate) use from_gguf::token_key;
 pub use stream::DecodeStream;
 
 use crate::ModelError;
@@ -68,8 +70,10 @@ impl Tokenizer {
     /// # Errors
     /// When the pre-tokenizer or the vocabulary cannot take the text.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding =
-            self.inner.encode_fast(text, add_special).map_err(|error| ModelError::Tokenizer(format!("cannot encode the text: {error}")))?;
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special)
+            .map_err(|error| ModelError::Tokenizer(format!("cannot encode the text: {error}")))?;
         let ids = encoding.get_ids();
         if !add_special {
             return Ok(ids.to_vec());

@@ -1,0 +1,76 @@
+//! Rotary settings of `config.json`, in the spellings they have had.
+
+use kvdock_kernels::RopeScaling;
+
+use super::config::{EXTENT, NUMBER, extent, positive};
+use crate::ModelError;
+use crate::hf::JsonFile;
+
+/// `rope_parameters.KEY` (newer files), else `rope_scaling.KEY`, else `KEY` itself.
+fn spellings(key: &str) -> [String; 3] {
+    [format!("rope_parameters.{key}"), format!("rope_scaling.{key}"), key.to_owned()]
+}
+
+/// A number above 0 under any spelling of `key`.
+pub(super) fn number(file: &JsonFile, key: &str) -> Result<Option<f64>, ModelError> {
+    for key in spellings(key) {
+        let found = file.optional(&key, NUMBER, |value| positive(value.as_f64()))?;
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+/// How frequencies are stretched. `positions` is `max_position_embeddings`.
+pub(super) fn scaling(file: &JsonFile, positions: usize) -> Result<RopeScaling, ModelError> {
+    let mut kind = None;
+    for section in ["rope_parameters", "rope_scaling"] {
+        for key in ["rope_type", "type"] {
+            let key = format!("{section}.{key}");
+            if kind.is_none()
+                && let Some(found) = file.optional(&key, "a text", |value| value.as_str())?
+            {
+                kind = Some((key, found));
+            }
+        }
+    }
+    let Some((key, kind)) = kind else {
+        return Ok(RopeScaling::None);
+    };
+    let required = |name: &str| {
+        number(file, name)?.ok_or_else(|| {
+            let section = key.split('.').next().unwrap_or_default();
+            file.key_error(&format!("{section}.{name}"), NUMBER, "no such key")
+        })
+    };
+    let original = || -> Result<f64, ModelError> {
+        for key in spellings("original_max_position_embeddings") {
+            let found = file.optional(&key, EXTENT, |value| extent(value.as_u64()))?;
+            if let Some(found) = found {
+                return Ok(found as f64);
+            }
+        }
+        Ok(positions as f64)
+    };
+    Ok(match kind {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: required("factor")? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: required("factor")?,
+            low_freq_factor: required("low_freq_factor")?,
+            high_freq_factor: required("high_freq_factor")?,
+            original_context: original()?,
+        },
+        "yarn" => RopeScaling::Yarn {
+            factor: required("factor")?,
+            original_context: original()?,
+            beta_fast: number(file, "beta_fast")?.unwrap_or(32.0),
+            beta_slow: number(file, "beta_slow")?.unwrap_or(1.0),
+            attention_factor: number(file, "attention_factor")?,
+        },
+        other => {
+            return Err(file.key_error(&key, "one of default, linear, llama3, yarn", format!("{other:?}")));
+        }
+    })
+}

@@ -1,0 +1,291 @@
+//! The forward pass of dense decoders.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvdock_kernels::{AttentionSpec, Buf, Device, KvPool, KvSpec, Plan, Projection, SeqSpan};
+
+use super::config::Config;
+use super::weights::{Layer, Linear, Weights};
+use super::workspace::{HEAD_ROWS, Workspace};
+use crate::{Batch, LayerHooks, Logits, Model, ModelError, ModelSpec, Want};
+
+/// Work buffers kept for the next pass; more passes at a time make their own.
+const KEPT_WORKSPACES: usize = 4;
+
+/// A dense decoder on its device.
+pub(super) struct DenseModel {
+    spec: ModelSpec,
+    config: Config,
+    weights: Weights,
+    device: Arc<dyn Device>,
+    workspaces: Mutex<Vec<Workspace>>,
+}
+
+/// Told of the residual stream after each layer: layer and `[rows, hidden]`.
+type Trace<'a> = &'a mut dyn FnMut(usize, &[f32]);
+
+impl DenseModel {
+    pub(super) fn new(spec: ModelSpec, config: Config, weights: Weights, device: Arc<dyn Device>) -> Self {
+        Self { spec, config, weights, device, workspaces: Mutex::new(Vec::new()) }
+    }
+
+    /// The pass, with an ear on the residual stream for tests.
+    pub(super) fn run(
+        &self,
+        batch: &Batch<'_>,
+        pool: &dyn KvPool,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+        trace: Option<Trace<'_>>,
+    ) -> Result<(), ModelError> {
+        let input = Input::check(batch, pool.spec(), &self.spec)?;
+        let out = logits.reset(input.wanted.len(), self.spec.vocab_size);
+        if input.ids.is_empty() {
+            return Ok(());
+        }
+        let plan = self.device.plan(pool, &input.spans)?;
+        let mut work = self.workspace(input.ids.len())?;
+        let result = self
+            .layers(&input, &plan, pool, hooks, &mut work, trace)
+            .and_then(|()| self.head(&input.wanted, &mut work, out));
+        let mut kept = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < KEPT_WORKSPACES {
+            kept.push(work);
+        }
+        result
+    }
+
+    /// Buffers for `rows` rows: a kept set that is large enough, or a new one.
+    fn workspace(&self, rows: usize) -> Result<Workspace, ModelError> {
+        let mut kept = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = kept.iter().position(|work| work.rows() >= rows) {
+            return Ok(kept.swap_remove(index));
+        }
+        // A set that is too small would stay too small.
+        kept.pop();
+        drop(kept);
+        Ok(Workspace::new(self.device.as_ref(), &self.config, rows)?)
+    }
+
+    /// All layers. Leaves the residual stream in `work.x`, the last block's output not yet added in
+    /// `work.delta`.
+    fn layers(
+        &self,
+        input: &Input<'_>,
+        plan: &Plan,
+        pool: &dyn KvPool,
+        hooks: &dyn LayerHooks,
+        work: &mut Workspace,
+        mut trace: Option<Trace<'_>>,
+    ) -> Result<(), ModelError> {
+        let device = self.device.as_ref();
+        let rows = input.ids.len();
+        let eps = self.config.eps;
+        device.embed(&self.weights.embedding, &input.ids, &mut work.x)?;
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            hooks.before_layer(index)?;
+            if index == 0 {
+                device.rms_norm(&work.x, &layer.attention_norm, eps, rows, &mut work.normed)?;
+            } else {
+                device.add_rms_norm(&mut work.x, &work.delta, &layer.attention_norm, eps, rows, &mut work.normed)?;
+            }
+            self.keys_and_values(layer, index, plan, pool, work)?;
+            let last = index + 1 == self.weights.layers.len();
+            if last && input.wanted.is_empty() && trace.is_none() {
+                // Nobody asks for what lies behind the last keys and values.
+                return Ok(());
+            }
+            self.attend(layer, index, plan, pool, work)?;
+            device.add_rms_norm(&mut work.x, &work.delta, &layer.mlp_norm, eps, rows, &mut work.normed)?;
+            self.mlp(layer, rows, work)?;
+            if let Some(trace) = trace.as_deref_mut() {
+                trace(index, &self.residual(rows, work)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Projects, norms, rotates, and writes the new keys and values to their pages. Leaves the
+    /// queries in `work.q`.
+    fn keys_and_values(
+        &self,
+        layer: &Layer,
+        index: usize,
+        plan: &Plan,
+        pool: &dyn KvPool,
+        work: &mut Workspace,
+    ) -> Result<(), ModelError> {
+        let device = self.device.as_ref();
+        let Config { heads, kv_heads, head_dim, eps, .. } = self.config;
+        let rows = plan.rows();
+        device.linear(
+            &work.normed,
+            rows,
+            &mut [
+                projection(&layer.q, &mut work.q),
+                projection(&layer.k, &mut work.k),
+                projection(&layer.v, &mut work.v),
+            ],
+        )?;
+        if let Some(norm) = &layer.q_norm {
+            device.head_rms_norm(&mut work.q, norm, eps, rows, heads)?;
+        }
+        if let Some(norm) = &layer.k_norm {
+            device.head_rms_norm(&mut work.k, norm, eps, rows, kv_heads)?;
+        }
+        let rope = &self.weights.rope;
+        device.rope(rope, plan, &mut work.q, heads, head_dim)?;
+        device.rope(rope, plan, &mut work.k, kv_heads, head_dim)?;
+        device.kv_write(pool, index, plan, &work.k, &work.v)?;
+        Ok(())
+    }
+
+    /// Attention and its output projection, into `work.delta`.
+    fn attend(
+        &self,
+        layer: &Layer,
+        index: usize,
+        plan: &Plan,
+        pool: &dyn KvPool,
+        work: &mut Workspace,
+    ) -> Result<(), ModelError> {
+        let spec = AttentionSpec {
+            heads: self.config.heads,
+            scale: (self.config.head_dim as f64).sqrt().recip() as f32,
+            window: None,
+            sinks: None,
+        };
+        self.device.attention(pool, index, plan, &work.q, &spec, &mut work.attended)?;
+        self.device.linear(&work.attended, plan.rows(), &mut [projection(&layer.o, &mut work.delta)])?;
+        Ok(())
+    }
+
+    /// The gated MLP over `work.normed`, into `work.delta`.
+    fn mlp(&self, layer: &Layer, rows: usize, work: &mut Workspace) -> Result<(), ModelError> {
+        self.device.linear(
+            &work.normed,
+            rows,
+            &mut [projection(&layer.gate, &mut work.gate), projection(&layer.up, &mut work.up)],
+        )?;
+        self.device.silu_mul(&mut work.gate, &work.up, rows * self.config.intermediate)?;
+        self.device.linear(&work.gate, rows, &mut [projection(&layer.down, &mut work.delta)])?;
+        Ok(())
+    }
+
+    /// Final norm and output matrix for the rows in `wanted`, into `out`.
+    fn head(&self, wanted: &[u32], work: &mut Workspace, out: &mut [f32]) -> Result<(), ModelError> {
+        let device = self.device.as_ref();
+        let Config { hidden, vocab, eps, .. } = self.config;
+        for (rows, out) in wanted.chunks(HEAD_ROWS).zip(out.chunks_mut(HEAD_ROWS * vocab)) {
+            device.gather_rows(&work.x, hidden, rows, &mut work.head_x)?;
+            device.gather_rows(&work.delta, hidden, rows, &mut work.head_delta)?;
+            device.add_rms_norm(
+                &mut work.head_x,
+                &work.head_delta,
+                &self.weights.norm,
+                eps,
+                rows.len(),
+                &mut work.head_normed,
+            )?;
+            device.linear(
+                &work.head_normed,
+                rows.len(),
+                &mut [Projection { weight: self.weights.head(), bias: None, out: &mut work.logits }],
+            )?;
+            device.read(&work.logits, 0, out)?;
+        }
+        Ok(())
+    }
+
+    /// The residual stream with the last block's output.
+    fn residual(&self, rows: usize, work: &Workspace) -> Result<Vec<f32>, ModelError> {
+        let mut x = vec![0.0; rows * self.config.hidden];
+        let mut delta = x.clone();
+        self.device.read(&work.x, 0, &mut x)?;
+        self.device.read(&work.delta, 0, &mut delta)?;
+        x.iter_mut().zip(&delta).for_each(|(x, delta)| *x += delta);
+        Ok(x)
+    }
+}
+
+fn projection<'a>(linear: &'a Linear, out: &'a mut Buf) -> Projection<'a> {
+    Projection { weight: &linear.weight, bias: linear.bias.as_ref(), out }
+}
+
+impl Model for DenseModel {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn forward(
+        &self,
+        batch: &Batch<'_>,
+        pool: &dyn KvPool,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        self.run(batch, pool, hooks, logits, None)
+    }
+}
+
+/// A batch whose rules have been checked.
+struct Input<'a> {
+    /// Token ids of all rows.
+    ids: Vec<u32>,
+    spans: Vec<SeqSpan<'a>>,
+    /// Rows that want logits, ascending.
+    wanted: Vec<u32>,
+}
+
+impl<'a> Input<'a> {
+    fn check(batch: &Batch<'a>, pool: &KvSpec, spec: &ModelSpec) -> Result<Self, ModelError> {
+        let kv = spec.kv;
+        if *pool != kv.pool(pool.dtype, pool.page_tokens, pool.pages) {
+            return Err(ModelError::Batch(format!(
+                "the pool holds {} layers of {} heads of {} and {} elements, the model {} layers of {} heads of {} and {}",
+                pool.layers,
+                pool.kv_heads,
+                pool.head_dim_k,
+                pool.head_dim_v,
+                kv.layers,
+                kv.kv_heads,
+                kv.head_dim_k,
+                kv.head_dim_v
+            )));
+        }
+        let mut input = Input { ids: Vec::new(), spans: Vec::with_capacity(batch.seqs.len()), wanted: Vec::new() };
+        for (index, seq) in batch.seqs.iter().enumerate() {
+            let fail = |why: String| Err(ModelError::Batch(format!("sequence {index}: {why}")));
+            if seq.tokens.is_empty() {
+                return fail("no tokens".to_owned());
+            }
+            let end = seq.start as usize + seq.tokens.len();
+            if end > spec.context_length {
+                return fail(format!(
+                    "it would be {end} tokens long, the model's context holds {}",
+                    spec.context_length
+                ));
+            }
+            if seq.pages.len() < end.div_ceil(pool.page_tokens) {
+                return fail(format!(
+                    "{} pages of {} tokens do not hold {end} tokens",
+                    seq.pages.len(),
+                    pool.page_tokens
+                ));
+            }
+            if let Some(id) = seq.tokens.iter().find(|id| **id as usize >= spec.vocab_size) {
+                return fail(format!("token {id} is not below the vocabulary's size, {}", spec.vocab_size));
+            }
+            let first = input.ids.len() as u32;
+            let len = seq.tokens.len() as u32;
+            input.ids.extend_from_slice(seq.tokens);
+            input.spans.push(SeqSpan { start: seq.start, len, pages: seq.pages });
+            match seq.logits {
+                Want::None => {}
+                Want::Last => input.wanted.push(first + len - 1),
+                Want::All => input.wanted.extend(first..first + len),
+            }
+        }
+        Ok(input)
+    }
+}

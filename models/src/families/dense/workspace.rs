@@ -1,0 +1,69 @@
+//! Work buffers of a pass.
+
+use kvdock_kernels::{Buf, Device, KernelError};
+
+use super::config::Config;
+
+/// Rows of logits computed at a time: bounds the buffer, changes no bit.
+pub(super) const HEAD_ROWS: usize = 64;
+
+/// Buffers for up to `rows` rows.
+pub(super) struct Workspace {
+    rows: usize,
+    /// Residual stream, `[rows, hidden]`.
+    pub(super) x: Buf,
+    /// Normed input of a block, `[rows, hidden]`.
+    pub(super) normed: Buf,
+    /// Output of a block, not yet added to `x`: `[rows, hidden]`.
+    pub(super) delta: Buf,
+    /// `[rows, heads * head_dim]`.
+    pub(super) q: Buf,
+    /// `[rows, kv_heads * head_dim]`.
+    pub(super) k: Buf,
+    /// `[rows, kv_heads * head_dim]`.
+    pub(super) v: Buf,
+    /// `[rows, heads * head_dim]`.
+    pub(super) attended: Buf,
+    /// `[rows, intermediate]`.
+    pub(super) gate: Buf,
+    /// `[rows, intermediate]`.
+    pub(super) up: Buf,
+    /// A tile of rows that want logits: `[HEAD_ROWS, hidden]`, two of them.
+    pub(super) head_x: Buf,
+    pub(super) head_delta: Buf,
+    /// `[HEAD_ROWS, hidden]`.
+    pub(super) head_normed: Buf,
+    /// `[HEAD_ROWS, vocab]`.
+    pub(super) logits: Buf,
+}
+
+impl Workspace {
+    pub(super) fn new(device: &dyn Device, config: &Config, rows: usize) -> Result<Self, KernelError> {
+        // Chunk sizes repeat; a little room spares a new set of buffers for one row more.
+        let rows = rows.next_multiple_of(16);
+        let q_width = config.heads * config.head_dim;
+        let kv_width = config.kv_heads * config.head_dim;
+        let alloc = |width: usize| device.alloc(rows * width);
+        Ok(Self {
+            rows,
+            x: alloc(config.hidden)?,
+            normed: alloc(config.hidden)?,
+            delta: alloc(config.hidden)?,
+            q: alloc(q_width)?,
+            k: alloc(kv_width)?,
+            v: alloc(kv_width)?,
+            attended: alloc(q_width)?,
+            gate: alloc(config.intermediate)?,
+            up: alloc(config.intermediate)?,
+            head_x: device.alloc(HEAD_ROWS * config.hidden)?,
+            head_delta: device.alloc(HEAD_ROWS * config.hidden)?,
+            head_normed: device.alloc(HEAD_ROWS * config.hidden)?,
+            logits: device.alloc(HEAD_ROWS * config.vocab)?,
+        })
+    }
+
+    /// Rows the buffers hold.
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+}

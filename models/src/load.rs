@@ -1,0 +1,210 @@
+//! From a path to a model that is ready to run.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use kvdock_kernels::Device;
+use memmap2::Mmap;
+
+use crate::checkpoint::Checkpoint;
+use crate::digest::{Digests, Progress};
+use crate::families::{self, Build};
+use crate::gguf::Gguf;
+use crate::hf::HfFolder;
+use crate::stop::stop_ids;
+use crate::template::ChatTemplate;
+use crate::tokenizer::{Tokenizer, token_key};
+use crate::{GenerationDefaults, Model, ModelError, ModelSpec};
+
+/// What [`load`] needs besides the path.
+pub struct LoadOptions<'a> {
+    /// Where the weights go and the model runs.
+    pub device: Arc<dyn Device>,
+    /// Called on the loading thread, often, with bytes done and bytes in all; done never falls and is at
+    /// last equal to all.
+    pub progress: &'a dyn Fn(u64, u64),
+}
+
+impl LoadOptions<'_> {
+    /// Options that tell nobody about the progress.
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        Self { device, progress: &|_, _| {} }
+    }
+}
+
+/// A model, and what turns text into its tokens.
+#[derive(Clone)]
+pub struct LoadedModel {
+    /// The model on its device.
+    pub model: Arc<dyn Model>,
+    /// Its tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Its chat template, where the checkpoint has one.
+    pub template: Option<Arc<ChatTemplate>>,
+}
+
+impl LoadedModel {
+    /// What the model is; the same as `model.spec()`.
+    pub fn spec(&self) -> &ModelSpec {
+        self.model.spec()
+    }
+}
+
+impl std::fmt::Debug for LoadedModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LoadedModel")
+            .field("spec", self.spec())
+            .field("template", &self.template)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Loads the GGUF file or the Hugging Face folder at `path`.
+///
+/// The files are mapped while the model loads and not touched afterwards. They must not be changed in
+/// place meanwhile: a file cut short under the map ends the process. Change a model by writing new files and
+/// renaming them.
+///
+/// # Errors
+/// Anything that is missing, damaged, unknown or not supported, with the file, the key or tensor, what
+/// was expected and what was found. Nothing is served from a checkpoint that is not whole.
+pub fn load(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+    let kind = std::fs::metadata(path).map_err(|source| ModelError::Io { path: path.to_path_buf(), source })?;
+    if kind.is_dir() { load_folder(path, options) } else { load_gguf(path, options) }
+}
+
+fn load_gguf(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+    let map = map_file(path)?;
+    let gguf = Gguf::parse(path, &map)?;
+    let checkpoint = Checkpoint::Gguf(&gguf);
+    families::find(&checkpoint)?;
+
+    let tokenizer = Tokenizer::from_gguf(&gguf)?;
+    let text_of = |id: Option<u32>| {
+        let bytes = id.and_then(|id| tokenizer.token_bytes(id)).unwrap_or_default();
+        String::from_utf8_lossy(bytes).into_owned()
+    };
+    const TEMPLATE: &str = "tokenizer.chat_template";
+    let template = gguf
+        .optional(TEMPLATE, "a template", |value| value.as_str())?
+        .map(|source| {
+            ChatTemplate::new(
+                format!("{}: {TEMPLATE}", path.display()),
+                source,
+                text_of(tokenizer.bos()),
+                text_of(tokenizer.eos()),
+            )
+        })
+        .transpose()?;
+    let mut listed = Vec::new();
+    for key in ["eos", "eot", "eom"] {
+        let key = format!("tokenizer.ggml.{key}_token_id");
+        listed.extend(token_key(&gguf, &key, tokenizer.vocab_size())?);
+    }
+    let name = gguf.optional("general.name", "a text", |value| value.as_str())?;
+    let identity = Identity {
+        name: name.map(str::to_owned),
+        bos: tokenizer.bos(),
+        listed,
+        generation: GenerationDefaults::default(),
+    };
+    finish(&checkpoint, Digests::one_file(&map), tokenizer, template, identity, options)
+}
+
+fn load_folder(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+    let folder = HfFolder::open(path)?;
+    let checkpoint = Checkpoint::Hf(&folder);
+    families::find(&checkpoint)?;
+
+    let tokenizer = folder.tokenizer()?;
+    let template = folder.template()?;
+    let mut listed = folder.token_ids("eos_token_id")?;
+    listed.extend(tokenizer.eos());
+    let config = std::fs::read(folder.config().path())
+        .map_err(|source| ModelError::Io { path: folder.config().path().to_path_buf(), source })?;
+    let mut files = vec![config.as_slice()];
+    files.extend(folder.weight_files().map(|(_, bytes)| bytes));
+    let identity = Identity {
+        name: path.file_name().map(|name| name.to_string_lossy().into_owned()),
+        bos: tokenizer.bos().or(folder.token_ids("bos_token_id")?.first().copied()),
+        listed,
+        generation: folder.generation_defaults()?,
+    };
+    finish(&checkpoint, Digests::files(files), tokenizer, template, identity, options)
+}
+
+/// What the files around the weights say.
+struct Identity {
+    name: Option<String>,
+    bos: Option<u32>,
+    /// Stop ids the checkpoint lists.
+    listed: Vec<u32>,
+    generation: GenerationDefaults,
+}
+
+/// Uploads the weights while a second thread computes their digest.
+fn finish(
+    checkpoint: &Checkpoint<'_>,
+    digests: Digests<'_>,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    identity: Identity,
+    options: &LoadOptions<'_>,
+) -> Result<LoadedModel, ModelError> {
+    let family = families::find(checkpoint)?;
+    let progress = Progress::new(options.progress, digests.total_bytes());
+    let hashed = progress.hashed();
+    let (parts, weights_digest) = std::thread::scope(|scope| {
+        let hashing = scope.spawn(move || digests.compute(hashed));
+        let parts = (family.build)(&Build {
+            checkpoint,
+            device: &options.device,
+            progress: &progress,
+            tokens: tokenizer.vocab_size(),
+        });
+        if parts.is_err() {
+            progress.cancel();
+        }
+        while !hashing.is_finished() {
+            progress.report();
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let digest = hashing.join().map_err(|_| ModelError::Damaged {
+            path: checkpoint.path().to_path_buf(),
+            what: "the digest of the weights could not be computed".to_owned(),
+        });
+        Ok::<_, ModelError>((parts?, digest?))
+    })?;
+    let geometry = parts.geometry;
+    let spec = ModelSpec {
+        architecture: checkpoint.architecture()?.to_owned(),
+        family: family.name,
+        name: identity.name,
+        vocab_size: geometry.vocab_size,
+        context_length: geometry.context_length,
+        hidden: geometry.hidden,
+        layers: geometry.layers,
+        kv: geometry.kv,
+        bos: identity.bos,
+        eos: stop_ids(identity.listed, &tokenizer, template.as_ref()),
+        generation: identity.generation,
+        weights_digest,
+        numerics_id: options.device.numerics_id().to_owned(),
+    };
+    let model = (parts.finish)(spec);
+    progress.finish();
+    Ok(LoadedModel { model, tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
+}
+
+/// Maps a file for reading. An empty file gives an error, as it can be no checkpoint.
+pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
+    let io = |source| ModelError::Io { path: path.to_path_buf(), source };
+    let file = File::open(path).map_err(io)?;
+    if file.metadata().map_err(io)?.len() == 0 {
+        return Err(ModelError::Damaged { path: path.to_path_buf(), what: "the file is empty".to_owned() });
+    }
+    // SAFETY: the map is only read, and nothing keeps a reference into it after loading. That no other
+    // process changes the file in place meanwhile is asked of the user by `load`; it can't be enforced.
+    unsafe { Mmap::map(&file) }.map_err(io)
+}
