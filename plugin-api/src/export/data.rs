@@ -34,6 +34,9 @@ pub(super) unsafe fn exists<B: Backend>(
             raw::slice(args.prefix_keys, args.prefix_key_count),
         )
     };
+    if restorable.is_empty() {
+        return Err(Error::new(ErrorKind::Internal, "exists without room for the answer"));
+    }
     let present_len = args.pool_count * args.key_count;
     let present = if args.present.is_null() {
         PresentMap::Own(vec![0; present_len as usize])

@@ -10,7 +10,7 @@ use crate::call::Call;
 use crate::pool::Pool;
 use crate::raw;
 use crate::v0_1::{CallContext, ErrorOut, HealthOut, OpenArgs, PoolDesc, Stats, Status};
-use crate::{Capabilities, ClearScope, Error, ErrorKind, Host, MemoryKind, Result};
+use crate::{Capabilities, ClearScope, Error, ErrorKind, Host, MemoryKind, PoolRole, Result};
 
 /// # Safety
 /// `context` is null or valid for the call.
@@ -95,9 +95,28 @@ fn remember<B>(instance: &Instance<B>, pools: &[Pool]) {
     registered.extend(pools.iter().map(|pool| (pool.id(), pool.clone())));
 }
 
-fn check_new<B>(instance: &Instance<B>, pools: &[Pool]) -> Result<()> {
+fn check_new<B>(instance: &Instance<B>, pools: &[Pool], role: PoolRole) -> Result<()> {
     for (index, pool) in pools.iter().enumerate() {
         check_kinds(instance, pool)?;
+        if pool.role() != role {
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                format!("pool {} ({}): its role is {}, this call takes {role}", pool.id(), pool.name(), pool.role()),
+            ));
+        }
+        if let Some(source) = pool.indices_from_pool()
+            && instance.pool(source).is_err()
+            && !pools.iter().any(|other| other.id() == source)
+        {
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                format!(
+                    "pool {} ({}): it shares the indices of pool {source}, which is not registered",
+                    pool.id(),
+                    pool.name()
+                ),
+            ));
+        }
         if instance.pool(pool.id()).is_ok() || pools[..index].iter().any(|other| other.id() == pool.id()) {
             return Err(Error::new(
                 ErrorKind::InvalidConfig,
@@ -122,7 +141,7 @@ pub(super) unsafe extern "C" fn register_mem_pool_host<B: Backend>(
             unsafe { desc.as_ref() }.ok_or_else(|| Error::new(ErrorKind::Internal, "registration without a pool"))?;
         // SAFETY: what `desc` points at is valid for the call.
         let pool = unsafe { Pool::from_raw(desc) }?;
-        check_new(instance, std::slice::from_ref(&pool))?;
+        check_new(instance, std::slice::from_ref(&pool), PoolRole::Anchor)?;
         instance.backend.register_mem_pool_host(&pool)?;
         remember(instance, &[pool]);
         Ok(())
@@ -145,7 +164,7 @@ pub(super) unsafe extern "C" fn register_v2_side_pools<B: Backend>(
         let descs = unsafe { raw::slice(descs, count) };
         // SAFETY: what the descriptions point at is valid for the call.
         let pools = descs.iter().map(|desc| unsafe { Pool::from_raw(desc) }).collect::<Result<Vec<_>>>()?;
-        check_new(instance, &pools)?;
+        check_new(instance, &pools, PoolRole::Side)?;
         instance.backend.register_v2_side_pools(&pools)?;
         remember(instance, &pools);
         Ok(())

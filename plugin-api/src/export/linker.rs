@@ -23,7 +23,7 @@ pub(super) unsafe extern "C" fn lookup<B: Backend>(
     error: *mut ErrorOut,
 ) -> Status {
     // SAFETY: rules of the boundary.
-    unsafe { guard(error, || data::exists::<B>(this, args, |backend, exists| B::Linker::lookup(backend, exists))) }
+    unsafe { guard(error, || data::exists::<B>(this, args, B::Linker::lookup)) }
 }
 
 pub(super) unsafe extern "C" fn load<B: Backend>(

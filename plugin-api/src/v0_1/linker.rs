@@ -6,8 +6,9 @@ use super::{Bytes, CallContext, ErrorOut, ExistsArgs, PageKey, PoolTransfer, Sta
 use crate::describe::abi_struct;
 
 abi_struct! {
-    /// Queues the load of a request. The transfers are copied by the call; the pages and statuses they
-    /// name belong to the load until `finish_layer_wise_loading` or `cancel_queued_load` returns.
+    /// Queues the load of a request. The array of transfers is copied by the call; what the transfers name (keys, page indices,
+    /// statuses, and the pages) and `prefix_keys` live, and belong to the load, until `finish_layer_wise_loading` of its batch,
+    /// `cancel_queued_load` or `reset` returns.
     pub struct LoadArgs {
         /// Number of the request.
         pub request: u64,
@@ -62,8 +63,9 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Queues the store of pages of several pools: all become visible or none. The pages and statuses belong to
-    /// the operation until it is popped.
+    /// Queues the store of pages of several pools: all become visible or none. The arrays of transfers and handles are copied by the
+    /// call; what the transfers name (keys, page indices, statuses, and the pages) and `prefix_keys` live, and belong to the
+    /// operation, until it is popped or `reset` returns.
     pub struct OffloadArgs {
         /// Number of the operation, chosen by the host.
         pub operation: u64,
