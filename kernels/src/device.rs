@@ -206,23 +206,10 @@ pub trait Device: Send + Sync {
     fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError>;
 
     /// `out[r, :] = x[indices[r], :]` for rows of `width` elements.
-    fn gather_rows(
-        &self,
-        x: &Buf,
-        width: usize,
-        indices: &[u32],
-        out: &mut Buf,
-    ) -> Result<(), KernelError>;
+    fn gather_rows(&self, x: &Buf, width: usize, indices: &[u32], out: &mut Buf) -> Result<(), KernelError>;
 
     /// `out = x / sqrt(mean(x^2) + eps) * weight`, each row of `weight.len()` elements by itself.
-    fn rms_norm(
-        &self,
-        x: &Buf,
-        weight: &Buf,
-        eps: f32,
-        rows: usize,
-        out: &mut Buf,
-    ) -> Result<(), KernelError>;
+    fn rms_norm(&self, x: &Buf, weight: &Buf, eps: f32, rows: usize, out: &mut Buf) -> Result<(), KernelError>;
 
     /// `x += delta`, then `out = rms_norm(x)`. The same bits as [`Device::add`] followed by
     /// [`Device::rms_norm`].
@@ -238,35 +225,16 @@ pub trait Device: Send + Sync {
 
     /// RMS norm in place of each of the `heads` heads of each row; a head is `weight.len()`
     /// wide. Qwen3's q and k norm.
-    fn head_rms_norm(
-        &self,
-        x: &mut Buf,
-        weight: &Buf,
-        eps: f32,
-        rows: usize,
-        heads: usize,
-    ) -> Result<(), KernelError>;
+    fn head_rms_norm(&self, x: &mut Buf, weight: &Buf, eps: f32, rows: usize, heads: usize) -> Result<(), KernelError>;
 
     /// For each projection: `out = x · weightᵀ (+ bias)`. All projections read the same `x`
     /// (`[rows, cols]`); giving q, k and v, or gate and up, in one call saves time and changes
     /// no bit.
-    fn linear(
-        &self,
-        x: &Buf,
-        rows: usize,
-        projections: &mut [Projection<'_>],
-    ) -> Result<(), KernelError>;
+    fn linear(&self, x: &Buf, rows: usize, projections: &mut [Projection<'_>]) -> Result<(), KernelError>;
 
     /// Rotates `heads` heads of `head_dim` elements of each row of the plan, in place, by the
     /// rows' positions.
-    fn rope(
-        &self,
-        rope: &Rope,
-        plan: &Plan,
-        x: &mut Buf,
-        heads: usize,
-        head_dim: usize,
-    ) -> Result<(), KernelError>;
+    fn rope(&self, rope: &Rope, plan: &Plan, x: &mut Buf, heads: usize, head_dim: usize) -> Result<(), KernelError>;
 
     /// `gate = silu(gate) * up`, for `len` elements.
     fn silu_mul(&self, gate: &mut Buf, up: &Buf, len: usize) -> Result<(), KernelError>;
@@ -276,14 +244,7 @@ pub trait Device: Send + Sync {
 
     /// Rounds the plan's new keys `[rows, kv_heads * head_dim_k]` and values
     /// `[rows, kv_heads * head_dim_v]` to the pool's dtype and writes them to their pages.
-    fn kv_write(
-        &self,
-        pool: &dyn KvPool,
-        layer: usize,
-        plan: &Plan,
-        k: &Buf,
-        v: &Buf,
-    ) -> Result<(), KernelError>;
+    fn kv_write(&self, pool: &dyn KvPool, layer: usize, plan: &Plan, k: &Buf, v: &Buf) -> Result<(), KernelError>;
 
     /// Causal attention of the plan's rows `q` `[rows, heads * head_dim_k]` over their
     /// sequences' pages of one layer; each row sees the positions up to its own. `out` is

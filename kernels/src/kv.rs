@@ -113,12 +113,7 @@ pub trait KvPool: Send + Sync {
     ///   writes, and nothing else reads or writes it during the call.
     /// * During the call no operation of the device and no other copy writes this layer of this
     ///   page.
-    unsafe fn copy_layer_out(
-        &self,
-        page: u32,
-        layer: usize,
-        dst: &HostPage,
-    ) -> Result<(), KernelError>;
+    unsafe fn copy_layer_out(&self, page: u32, layer: usize, dst: &HostPage) -> Result<(), KernelError>;
 
     /// Copies one layer of a page from host memory.
     ///
@@ -128,12 +123,7 @@ pub trait KvPool: Send + Sync {
     ///   valid for reads, and nothing writes it during the call. The host page is only read.
     /// * During the call no operation of the device and no other copy reads or writes this layer
     ///   of this page.
-    unsafe fn copy_layer_in(
-        &self,
-        page: u32,
-        layer: usize,
-        src: &HostPage,
-    ) -> Result<(), KernelError>;
+    unsafe fn copy_layer_in(&self, page: u32, layer: usize, src: &HostPage) -> Result<(), KernelError>;
 
     /// Copies all layers of a page to host memory.
     ///

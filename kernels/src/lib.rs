@@ -20,9 +20,7 @@ mod format;
 mod kv;
 mod rope;
 
-pub use device::{
-    AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData,
-};
+pub use device::{AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};
 pub use kv::{HostPage, KvDtype, KvPool, KvSpec};

@@ -90,4 +90,4 @@ pub fn dequantize(format: WeightFormat, bytes: &[u8], out: &mut [f32]) -> Result
     Ok(())
 }
 
-mod blocks;
+pub(crate) mod blocks;
