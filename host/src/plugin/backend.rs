@@ -21,10 +21,7 @@ pub struct CallOptions {
 impl CallOptions {
     /// A call that may take `timeout`, not cancelled.
     pub fn within(timeout: Duration) -> Self {
-        CallOptions {
-            deadline: Instant::now() + timeout,
-            cancel: Arc::default(),
-        }
+        CallOptions { deadline: Instant::now() + timeout, cancel: Arc::default() }
     }
 
     /// Asks the backend to give up. It still has to return before its pages are free.
@@ -93,12 +90,7 @@ impl Restorable {
 
     /// The lengths that both can restore; what several pools or ranks agree on.
     pub fn intersect(&self, other: &Restorable) -> Restorable {
-        let lengths = self
-            .lengths
-            .iter()
-            .zip(&other.lengths)
-            .map(|(a, b)| *a && *b)
-            .collect();
+        let lengths = self.lengths.iter().zip(&other.lengths).map(|(a, b)| *a && *b).collect();
         Restorable::from_mask(lengths)
     }
 }
@@ -260,4 +252,23 @@ pub struct HostPoolComponent {
     pub run_stride: u64,
     /// Number of runs.
     pub run_count: u64,
+}
+
+/// The cache as whoever attaches backends sees it.
+pub trait BackendSink: Send + Sync {
+    /// The pool that a backend must register. None when there is no host tier.
+    fn host_pool(&self) -> Option<HostPoolDescription>;
+    /// Puts a backend to use. One of the same name is replaced in the same step.
+    fn attached(&self, backend: Arc<dyn StorageBackend>);
+    /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.
+    fn detached(&self, name: &str) -> bool;
+    /// Names of the prefetch and the write policy in use.
+    fn policies(&self) -> (String, String);
+    /// Whether policies of these names could be set.
+    ///
+    /// # Errors
+    /// Says why not.
+    fn check_policies(&self, prefetch: Option<&str>, write: Option<&str>) -> Result<(), String>;
+    /// Sets policies that `check_policies` let pass; the rest stays.
+    fn set_policies(&self, prefetch: Option<&str>, write: Option<&str>);
 }

@@ -1,3 +1,32 @@
 //! Discovery, loading and life cycle of storage plugins.
+//!
+//! A plugin is found by name in the search path ([`discover`](mod@discover)), its note is read before any of its code runs
+//! ([`inspect`](mod@inspect)), a private copy is mapped once for each content ([`library`]), an instance is opened and registered
+//! ([`open`]) and used through [`instance`], which keeps the deadlines. [`manager`] attaches, replaces and detaches instances while requests
+//! run, by the calls of [`admin`].
 
+pub mod admin;
 pub mod backend;
+mod call;
+mod difference;
+pub mod discover;
+mod host_table;
+pub mod identity;
+pub mod inspect;
+pub mod instance;
+pub mod library;
+pub mod manager;
+pub mod open;
+mod pool_desc;
+pub mod refusal;
+pub mod schema;
+pub mod state;
+mod workers;
+
+pub use discover::{Found, FoundPlugin, discover, find, search_path};
+pub use host_table::PluginMetric;
+pub use identity::{Namespace, PAGE_FORMAT, WorkerIdentity};
+pub use inspect::{Note, PluginInfo, inspect};
+pub use manager::PluginManager;
+pub use refusal::{Reason, Refusal};
+pub use state::BackendState;

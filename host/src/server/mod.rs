@@ -1,3 +1,3 @@
 //! HTTP in and out: the OpenAI API, the native API, the admin endpoints and metrics.
 
-pub mod admin;
+pub use crate::plugin::admin;

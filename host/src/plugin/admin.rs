@@ -6,8 +6,9 @@
 
 use std::time::{Duration, SystemTime};
 
-use serde::Serialize;
 use serde_json::{Map, Value};
+
+use super::state::BackendState;
 
 /// How an attach treats backends that are attached already.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,41 +35,6 @@ pub struct AttachRequest {
     pub write_policy: Option<String>,
     /// What happens to backends that are attached.
     pub mode: AttachMode,
-}
-
-/// Where an attached backend is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BackendState {
-    /// Being opened; takes no traffic yet.
-    Attaching,
-    /// Serving.
-    Attached,
-    /// Serving what it can; `reason` says what it can't.
-    Degraded,
-    /// Stopped taking operations; those in flight are finishing.
-    Draining,
-    /// Broken; no operation is sent to it.
-    Failed,
-    /// A call never returned: the instance can't be closed before the process ends.
-    Zombie,
-    /// Configured and not required, but its attach failed at the start.
-    Detached,
-}
-
-impl BackendState {
-    /// The name used in JSON replies and metrics.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Attaching => "attaching",
-            Self::Attached => "attached",
-            Self::Degraded => "degraded",
-            Self::Draining => "draining",
-            Self::Failed => "failed",
-            Self::Zombie => "zombie",
-            Self::Detached => "detached",
-        }
-    }
 }
 
 /// One backend as `GET /hicache/storage-backend` shows it.
@@ -118,9 +84,7 @@ pub struct AdminError {
 impl AdminError {
     /// An error that says `message`.
     pub fn new(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-        }
+        Self { message: message.into() }
     }
 }
 

@@ -1,0 +1,94 @@
+//! Finds plugins in the search path.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use super::inspect::{PluginInfo, inspect};
+use super::refusal::{Reason, Refusal};
+
+/// What a search found.
+#[derive(Debug, Clone, Default)]
+pub struct Found {
+    /// Plugins in the order of the search. The first of a name is the one that is loaded.
+    pub plugins: Vec<FoundPlugin>,
+    /// Files with a note that can't be loaded.
+    pub refused: Vec<Refusal>,
+}
+
+/// A plugin in the search path.
+#[derive(Debug, Clone)]
+pub struct FoundPlugin {
+    /// What it says of itself.
+    pub info: PluginInfo,
+    /// The file that has the same name and comes first, if there is one: this one is never loaded.
+    pub shadowed_by: Option<PathBuf>,
+}
+
+impl Found {
+    /// The plugin that goes by `name`.
+    pub fn by_name(&self, name: &str) -> Option<&PluginInfo> {
+        self.plugins.iter().find(|p| p.shadowed_by.is_none() && p.info.note.name == name).map(|p| &p.info)
+    }
+}
+
+/// The folders that are searched: those of the configuration, then the folder of the program with `plugins/` below it, then
+/// `../lib/kvdock/plugins` beside it. Folders that do not exist are left out.
+pub fn search_path(configured: &[PathBuf]) -> Vec<PathBuf> {
+    let mut path = configured.to_vec();
+    if let Some(folder) = std::env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned)) {
+        path.push(folder.join("plugins"));
+        path.push(folder.join("../lib/kvdock/plugins"));
+        path.push(folder);
+    }
+    path.retain(|folder| folder.is_dir());
+    path
+}
+
+/// Looks at every `.so` file in the folders, sorted by name within a folder. Files without our note are passed over.
+pub fn discover(folders: &[PathBuf]) -> Found {
+    let mut found = Found::default();
+    for folder in folders {
+        let Ok(entries) = std::fs::read_dir(folder) else {
+            continue;
+        };
+        let mut files: Vec<PathBuf> = entries
+            .filter_map(|entry| entry.ok().map(|e| e.path()))
+            .filter(|path| path.extension() == Some(OsStr::new("so")))
+            .collect();
+        files.sort();
+        for file in files {
+            match inspect(&file) {
+                Ok(info) => {
+                    let shadowed_by = found.by_name(&info.note.name).map(|first| first.path.clone());
+                    found.plugins.push(FoundPlugin { info, shadowed_by });
+                }
+                Err(Refusal { reason: Reason::NoNote { .. } | Reason::NotElf(_), .. }) => {}
+                Err(refusal) => found.refused.push(refusal),
+            }
+        }
+    }
+    found
+}
+
+/// The plugin named `name` in the folders.
+///
+/// # Errors
+/// One line that says where was searched, what was found there, and what was refused.
+pub fn find(name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
+    let found = discover(folders);
+    if let Some(info) = found.by_name(name) {
+        return Ok(info.clone());
+    }
+    let searched: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+    let names: Vec<&str> =
+        found.plugins.iter().filter(|p| p.shadowed_by.is_none()).map(|p| p.info.note.name.as_str()).collect();
+    let mut text = format!("no plugin named {name:?} in {}", searched.join(", "));
+    text.push_str(&match names.as_slice() {
+        [] => "; no plugin is there at all".to_owned(),
+        names => format!("; there are: {}", names.join(", ")),
+    });
+    for refusal in &found.refused {
+        text.push_str(&format!("; refused {refusal}"));
+    }
+    Err(text)
+}

@@ -1,0 +1,131 @@
+//! Who this worker is: everything that changes the bytes of a page, and its digest.
+
+use kvdock_plugin_api::Dtype;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+use super::inspect::hex;
+
+/// What the namespace of pages binds. Two workers share pages only when all of this is equal.
+///
+/// The name under which a model is served is not part of it: two checkpoints may go by one name, and one by two.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Namespace {
+    /// Version of the way pages are made: raised when the engine changes the bytes of a page.
+    pub format: u32,
+    /// Architecture name of the checkpoint.
+    pub architecture: String,
+    /// SHA-256 of the weights, in hex.
+    pub weights_sha256: String,
+    /// Element type of K and V.
+    pub kv_dtype: String,
+    /// Layout of host pages.
+    pub host_layout: String,
+    /// Tokens a page.
+    pub page_tokens: u32,
+    /// Layers in a page.
+    pub layers: u32,
+    /// K and V heads of this rank.
+    pub kv_heads: u32,
+    /// Elements of a K head.
+    pub head_dim_k: u32,
+    /// Elements of a V head.
+    pub head_dim_v: u32,
+    /// Tensor-parallel rank and size.
+    pub tp: (u32, u32),
+    /// Pipeline stage and number of stages.
+    pub pp: (u32, u32),
+    /// Context-parallel rank and size.
+    pub cp: (u32, u32),
+    /// Which kernels write pages.
+    pub numerics_id: String,
+}
+
+/// Version of the way pages are made.
+pub const PAGE_FORMAT: u32 = 1;
+
+impl Namespace {
+    /// The bound values as JSON, in a fixed order.
+    pub fn json(&self) -> String {
+        // A struct of strings and numbers always serialises.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// SHA-256 of [`Namespace::json`].
+    pub fn digest(&self) -> [u8; 32] {
+        Sha256::digest(self.json().as_bytes()).into()
+    }
+}
+
+/// What a backend is told of this worker.
+#[derive(Debug, Clone)]
+pub struct WorkerIdentity {
+    /// The namespace.
+    pub namespace: Namespace,
+    /// Name of the model as clients use it.
+    pub model_name: String,
+    /// SHA-256 of the weights.
+    pub weights_digest: [u8; 32],
+}
+
+impl WorkerIdentity {
+    /// A worker without other ranks.
+    pub fn new(namespace: Namespace, model_name: &str, weights_digest: [u8; 32]) -> Self {
+        let namespace = Namespace { weights_sha256: hex(&weights_digest), ..namespace };
+        WorkerIdentity { namespace, model_name: model_name.to_owned(), weights_digest }
+    }
+}
+
+/// The name of an element type as it stands in the namespace.
+pub fn dtype_name(dtype: Dtype) -> &'static str {
+    dtype.as_str()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn namespace() -> Namespace {
+        Namespace {
+            format: PAGE_FORMAT,
+            architecture: "llama".into(),
+            weights_sha256: "00".into(),
+            kv_dtype: "f16".into(),
+            host_layout: "page_first".into(),
+            page_tokens: 16,
+            layers: 30,
+            kv_heads: 3,
+            head_dim_k: 64,
+            head_dim_v: 64,
+            tp: (0, 1),
+            pp: (0, 1),
+            cp: (0, 1),
+            numerics_id: "cpu-1".into(),
+        }
+    }
+
+    #[test]
+    fn i33268_dtype_and_layout_are_part_of_the_identity() {
+        let base = namespace();
+        for other in [
+            Namespace { kv_dtype: "bf16".into(), ..base.clone() },
+            Namespace { host_layout: "layer_first".into(), ..base.clone() },
+            Namespace { page_tokens: 32, ..base.clone() },
+            Namespace { numerics_id: "cpu-2".into(), ..base.clone() },
+            Namespace { tp: (0, 2), ..base.clone() },
+            Namespace { pp: (1, 2), ..base.clone() },
+            Namespace { cp: (1, 2), ..base.clone() },
+        ] {
+            assert_ne!(base.digest(), other.digest(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn i24758_models_of_one_name_differ_by_their_weights() {
+        let one = WorkerIdentity::new(namespace(), "m", [1; 32]);
+        let two = WorkerIdentity::new(namespace(), "m", [2; 32]);
+        assert_ne!(one.namespace.digest(), two.namespace.digest());
+        let renamed = WorkerIdentity::new(namespace(), "other", [1; 32]);
+        assert_eq!(one.namespace.digest(), renamed.namespace.digest());
+    }
+}

@@ -1,0 +1,208 @@
+//! Maps a plugin's library: once for each content, from a private copy.
+//!
+//! The identity of a library is the SHA-256 of its file. The same bytes asked for again give the mapping that
+//! is there. New bytes are copied to a path of their own, because the dynamic loader goes by path: after a rename over the same path it
+//! would silently give the old code. A library is never unloaded: its threads, thread-local destructors or statics may be
+//! in use as long as the process lives.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{OpenOptionsExt, symlink};
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use kvdock_plugin_api::v0_1::{self, BackendTable, EntryFn};
+use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
+use object::read::elf::{Dyn, ElfFile64, FileHeader, ProgramHeader};
+use object::{Endianness, elf};
+use sha2::{Digest, Sha256};
+
+use super::inspect::{PluginInfo, check_permissions, hex, inspect_bytes};
+use super::refusal::{Reason, Refusal};
+
+/// A library that is mapped for the life of the process.
+#[derive(Debug)]
+pub struct Library {
+    /// What its note says; the path is the one it was first loaded from.
+    pub info: PluginInfo,
+    table: &'static BackendTable,
+}
+
+impl Library {
+    /// The table of ABI version 0.1.
+    pub fn table(&self) -> &'static BackendTable {
+        self.table
+    }
+}
+
+type Libraries = Mutex<HashMap<[u8; 32], Arc<Library>>>;
+
+fn libraries() -> &'static Libraries {
+    static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
+    LIBRARIES.get_or_init(Libraries::default)
+}
+
+/// Number of libraries that are mapped.
+pub fn loaded_count() -> usize {
+    libraries().lock().unwrap_or_else(PoisonError::into_inner).len()
+}
+
+/// Maps the file at `path`, or gives the mapping of the same bytes. `pin` is the SHA-256 in hex that the configuration demands.
+///
+/// # Errors
+/// A [`Refusal`]; no code of the file has run then, but for a library that the dynamic loader refuses half way.
+pub fn load(path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
+    check_permissions(path)?;
+    let bytes = fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
+    let sha256: [u8; 32] = Sha256::digest(&bytes).into();
+    if let Some(expected) = pin
+        && !expected.eq_ignore_ascii_case(&hex(&sha256))
+    {
+        return Err(Reason::OtherDigest { expected: expected.to_owned(), found: hex(&sha256) }.of(path));
+    }
+    // Held while loading, so that the same bytes are never mapped twice.
+    let mut libraries = libraries().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(library) = libraries.get(&sha256) {
+        return Ok(library.clone());
+    }
+    let info = inspect_bytes(path, &bytes)?;
+    let library = Arc::new(map(info, &bytes)?);
+    libraries.insert(sha256, library.clone());
+    Ok(library)
+}
+
+fn map(info: PluginInfo, bytes: &[u8]) -> Result<Library, Refusal> {
+    let path = info.path.clone();
+    let refuse = |reason: Reason| reason.of(&path);
+    let unwritable = |e: std::io::Error| refuse(Reason::Loader(format!("its private copy can't be made: {e}")));
+    // `tempfile` makes folders with mode 0700. The folder is removed after the mapping is made; the mapping stays.
+    let private = tempfile::Builder::new().prefix("kvdock-plugin-").tempdir().map_err(unwritable)?;
+    // Deep enough for libraries that are named relative to the folder of the plugin (`$ORIGIN/..`).
+    let folder = private.path().join("a/b/c/d");
+    fs::create_dir_all(&folder).map_err(unwritable)?;
+    let copy = folder.join(format!("{}-{}.so", info.note.name, &info.sha256_hex()[..16]));
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o500)
+        .open(&copy)
+        .and_then(|mut file| file.write_all(bytes))
+        .map_err(unwritable)?;
+    link_siblings(&path, bytes, &folder, private.path()).map_err(unwritable)?;
+    // The copy itself is what gets mapped, so it is the copy that is checked.
+    let written = fs::read(&copy).map_err(unwritable)?;
+    if <[u8; 32]>::from(Sha256::digest(&written)) != info.sha256 {
+        return Err(refuse(Reason::Loader("its private copy changed while it was made".into())));
+    }
+    // SAFETY: loading runs the library's constructors. The file was checked to be a plugin by its note, may be written by nobody
+    // but this user and root, and was named by the operator.
+    let library = unsafe { UnixLibrary::open(Some(&copy), RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE) }
+        .map_err(|e| refuse(Reason::Loader(loader_message(&e))))?;
+    // SAFETY: the note says that the library keeps the boundary, where this symbol has this type.
+    let entry = unsafe { library.get::<EntryFn>(v0_1::ENTRY_SYMBOL) }
+        .map(|symbol| *symbol)
+        .map_err(|_| refuse(Reason::NoEntry(v0_1::ENTRY_SYMBOL)))?;
+    let table = entry(v0_1::ABI_VERSION).cast::<BackendTable>();
+    // Never unloaded; see the page of this module.
+    std::mem::forget(library);
+    // SAFETY: a table is constant data of the library, which stays mapped. Null is handled.
+    let table: &'static BackendTable = unsafe { table.as_ref() }.ok_or_else(|| {
+        refuse(Reason::OtherAbi {
+            expected: v0_1::ABI_VERSION_TEXT.into(),
+            found: "no table for it, against its own note".into(),
+        })
+    })?;
+    let size = size_of::<BackendTable>() as u64;
+    if table.size != size || table.abi_version != v0_1::ABI_VERSION {
+        let found = format!("a table of version {:#x} with {} bytes", table.abi_version, table.size);
+        return Err(refuse(Reason::OtherAbi {
+            expected: format!("version {:#x} with {size} bytes", v0_1::ABI_VERSION),
+            found,
+        }));
+    }
+    tracing::info!(plugin = %info.note.name, version = %info.note.version, sha256 = %info.sha256_hex(), file = %path.display(), "plugin library mapped");
+    Ok(Library { info, table })
+}
+
+fn loader_message(error: &libloading::Error) -> String {
+    let source = std::error::Error::source(error).map(|source| format!(": {source}")).unwrap_or_default();
+    format!("{error}{source}")
+}
+
+/// What a library needs and where it looks for it.
+struct Needs {
+    libraries: Vec<String>,
+    run_path: Vec<String>,
+}
+
+fn needs(bytes: &[u8]) -> Option<Needs> {
+    let file = ElfFile64::<Endianness>::parse(bytes).ok()?;
+    let endian = file.endian();
+    let mut entries = Vec::new();
+    for header in file.elf_program_headers() {
+        if let Ok(Some(dynamic)) = header.dynamic(endian, bytes) {
+            entries.extend_from_slice(dynamic);
+        }
+    }
+    let value = |tag: u64| entries.iter().find(|e| u64::from(e.d_tag(endian).0 as u64) == tag).map(|e| e.d_val(endian));
+    let (address, size) = (value(elf::DT_STRTAB.0 as u64)?, value(elf::DT_STRSZ.0 as u64)?);
+    let strings = file
+        .elf_program_headers()
+        .iter()
+        .find_map(|header| header.data_range(endian, bytes, address, size).ok().flatten())?;
+    let text = |offset: u64| -> Option<String> {
+        let rest = strings.get(offset as usize..)?;
+        let end = rest.iter().position(|byte| *byte == 0)?;
+        String::from_utf8(rest[..end].to_vec()).ok()
+    };
+    let of = |tag: u64| -> Vec<String> {
+        entries.iter().filter(|e| e.d_tag(endian).0 as u64 == tag).filter_map(|e| text(e.d_val(endian))).collect()
+    };
+    let mut run_path = of(elf::DT_RUNPATH.0 as u64);
+    run_path.extend(of(elf::DT_RPATH.0 as u64));
+    let run_path = run_path.iter().flat_map(|list| list.split(':')).map(str::to_owned).collect();
+    Some(Needs { libraries: of(elf::DT_NEEDED.0 as u64), run_path })
+}
+
+/// Makes the libraries that a plugin finds relative to its own folder (`$ORIGIN`) visible from the folder of the copy, and
+/// those that they find likewise.
+fn link_siblings(original: &Path, bytes: &[u8], folder: &Path, private: &Path) -> std::io::Result<()> {
+    let home = original.parent().unwrap_or(Path::new(".")).canonicalize()?;
+    let mut done = BTreeSet::new();
+    let mut open = vec![(home, folder.to_owned(), bytes.to_vec())];
+    while let Some((origin, mirror, bytes)) = open.pop() {
+        let Some(needs) = needs(&bytes) else { continue };
+        for entry in &needs.run_path {
+            let relative = entry.strip_prefix("$ORIGIN").or_else(|| entry.strip_prefix("${ORIGIN}"));
+            let Some(relative) = relative else { continue };
+            let relative = Path::new(relative.trim_start_matches('/'));
+            let (Some(from), Some(to)) = (join(&origin, relative), join(&mirror, relative)) else { continue };
+            for library in &needs.libraries {
+                let (file, link) = (from.join(library), to.join(library));
+                if !file.is_file() || !to.starts_with(private) || !done.insert(link.clone()) {
+                    continue;
+                }
+                check_permissions(&file).map_err(|refusal| std::io::Error::other(refusal.to_string()))?;
+                fs::create_dir_all(&to)?;
+                symlink(&file, &link)?;
+                open.push((from.clone(), to.clone(), fs::read(&file)?));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `base/relative` with `..` resolved; none when it leaves the file system's root.
+fn join(base: &Path, relative: &Path) -> Option<PathBuf> {
+    let mut path = base.to_owned();
+    for component in relative.components() {
+        match component {
+            Component::ParentDir => path.pop().then_some(())?,
+            Component::Normal(name) => path.push(name),
+            Component::CurDir => {}
+            Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    Some(path)
+}

@@ -1,0 +1,199 @@
+//! From a name to an open, registered, healthy instance; on any failure nothing is left behind.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvdock_plugin_api::HealthState;
+use kvdock_plugin_api::v0_1::{BackendTable, Identity, OpenArgs};
+use serde_json::{Map, Value};
+
+use super::backend::HostPoolDescription;
+use super::call::{CallFailure, RawInstance, invoke};
+use super::discover::find;
+use super::host_table::{HOST_TABLE, HostContext};
+use super::identity::WorkerIdentity;
+use super::instance::{Controls, Instance, Parts, control_context, health, next_generation};
+use super::library::{Library, load};
+use super::pool_desc::OwnedPoolDesc;
+use super::schema::validate;
+use super::state::{BackendState, StateCell};
+use crate::config::BackendTable as BackendConfig;
+
+/// Time for `open`, registration and the health check together.
+pub const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What an attach needs to know.
+#[derive(Debug, Clone)]
+pub struct OpenRequest {
+    /// The backend's table in the configuration.
+    pub config: BackendConfig,
+    /// Folders searched for the plugin.
+    pub folders: Vec<PathBuf>,
+    /// Who this worker is.
+    pub identity: Arc<WorkerIdentity>,
+    /// The pool to register.
+    pub pool: HostPoolDescription,
+}
+
+/// An instance that is ready for traffic.
+#[derive(Debug)]
+pub struct Opened {
+    /// The instance.
+    pub instance: Arc<Instance>,
+    /// Its configuration as it was given to the plugin, with secret values replaced.
+    pub shown_config: Map<String, Value>,
+}
+
+/// Finds, maps, opens and registers. `on_failed` is called when the instance fails later; it must not block.
+///
+/// # Errors
+/// One line that says which step failed and why. What was opened is closed again.
+pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Result<Opened, String> {
+    let name = request.config.name.clone();
+    let fail = |what: String| format!("storage backend {name}: {what}");
+    let state = Arc::new(StateCell::new(&name, on_failed));
+    let info = find(&request.config.plugin, &request.folders).map_err(fail)?;
+    let library = load(&info.path, request.config.sha256.as_deref()).map_err(|refusal| fail(refusal.to_string()))?;
+    let schema = &library.info.note.config_schema;
+    let own = request.config.for_schema(schema);
+    let shown_config = validate(&name, schema, &own).map_err(fail)?;
+
+    state.go(BackendState::Opening, "");
+    let deadline = Instant::now() + OPEN_TIMEOUT;
+    let context = HostContext::leak(&name);
+    let config_json = Value::Object(own).to_string();
+    let steps = Steps {
+        name: name.clone(),
+        library: library.clone(),
+        identity: request.identity.clone(),
+        pool: request.pool.clone(),
+        config_json,
+        context,
+        deadline,
+        state: state.clone(),
+    };
+    let raw = Arc::<Controls>::default()
+        .run(deadline, move || steps.run())
+        .map_err(|failure| fail(format!("{}: {}", failure.kind, failure.message)))?;
+    let parts = Parts {
+        name: name.clone(),
+        library: library.clone(),
+        raw,
+        context,
+        timeout: request.config.timeout,
+        state: state.clone(),
+        generation: next_generation(),
+    };
+    let instance = Instance::new(parts).map_err(|error| {
+        close(library.table(), raw, deadline);
+        fail(format!("its threads can't be started: {error}"))
+    })?;
+    state.go(BackendState::Active, "");
+    Ok(Opened { instance, shown_config })
+}
+
+/// The calls from `open` to `health`, made on one thread.
+struct Steps {
+    name: String,
+    library: Arc<Library>,
+    identity: Arc<WorkerIdentity>,
+    pool: HostPoolDescription,
+    config_json: String,
+    context: &'static HostContext,
+    deadline: Instant,
+    state: Arc<StateCell>,
+}
+
+impl Steps {
+    fn run(self) -> Result<RawInstance, CallFailure> {
+        let table = self.library.table();
+        let raw = self.open(table)?;
+        let rest = self.register(table, raw).and_then(|()| {
+            if Instant::now() >= self.deadline {
+                // Nobody waits any more.
+                return Err(CallFailure::new(kvdock_plugin_api::ErrorKind::TimedOut, true, "it was ready too late"));
+            }
+            Ok(())
+        });
+        if let Err(failure) = rest {
+            close(table, raw, Instant::now() + OPEN_TIMEOUT);
+            return Err(failure);
+        }
+        Ok(raw)
+    }
+
+    fn open(&self, table: &BackendTable) -> Result<RawInstance, CallFailure> {
+        let namespace_json = self.identity.namespace.json();
+        let namespace = &self.identity.namespace;
+        let identity = Identity {
+            namespace: namespace.digest(),
+            namespace_json: namespace_json.as_str().into(),
+            model_name: self.identity.model_name.as_str().into(),
+            weights_digest: self.identity.weights_digest,
+            numerics_id: namespace.numerics_id.as_str().into(),
+            page_tokens: namespace.page_tokens,
+            tp_rank: namespace.tp.0,
+            tp_size: namespace.tp.1,
+            pp_rank: namespace.pp.0,
+            pp_size: namespace.pp.1,
+            cp_rank: namespace.cp.0,
+            cp_size: namespace.cp.1,
+            dp_rank: 0,
+            dp_size: 1,
+            dcp_rank: 0,
+            dcp_size: 1,
+            tp_lcm_size: 0,
+            replicated: 0,
+            writer: 1,
+        };
+        let args = OpenArgs {
+            context: control_context(self.deadline),
+            config_json: self.config_json.as_str().into(),
+            instance_name: self.name.as_str().into(),
+            identity: &raw const identity,
+            host: &raw const HOST_TABLE,
+            host_context: self.context.raw(),
+        };
+        let mut raw = std::ptr::null_mut();
+        invoke(&mut Vec::new(), |error| {
+            // SAFETY: the arguments live until the call returns; the host's table and context for ever.
+            unsafe { (table.open)(&raw const args, &raw mut raw, error) }
+        })?;
+        Ok(RawInstance(raw))
+    }
+
+    fn register(&self, table: &BackendTable, raw: RawInstance) -> Result<(), CallFailure> {
+        self.state.go(BackendState::Registering, "");
+        let context = control_context(self.deadline);
+        let anchor = OwnedPoolDesc::anchor(&self.pool);
+        let desc = anchor.raw();
+        let mut message = Vec::new();
+        invoke(&mut message, |error| {
+            // SAFETY: the instance is open; the description lives until the call returns, the pool as long as the process.
+            unsafe { (table.register_mem_pool_host)(raw.0, &raw const context, &raw const desc, error) }
+        })?;
+        invoke(&mut message, |error| {
+            // SAFETY: the instance is open.
+            unsafe { (table.pools_ready)(raw.0, &raw const context, error) }
+        })?;
+        let (health, reason) = health(table, raw, &context)?;
+        if health == HealthState::Failed {
+            let message = format!("it says that it does not work: {reason}");
+            return Err(CallFailure::new(kvdock_plugin_api::ErrorKind::Unavailable, true, message));
+        }
+        Ok(())
+    }
+}
+
+/// Closes an instance that takes no traffic. What `close` says is logged only: there is no way back.
+fn close(table: &BackendTable, raw: RawInstance, deadline: Instant) {
+    let context = control_context(deadline);
+    let closed = invoke(&mut Vec::new(), |error| {
+        // SAFETY: the instance is open and no other call runs.
+        unsafe { (table.close)(raw.0, &raw const context, error) }
+    });
+    if let Err(failure) = closed {
+        tracing::warn!("closing a storage backend that could not be attached failed: {}", failure.message);
+    }
+}

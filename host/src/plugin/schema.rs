@@ -1,0 +1,97 @@
+//! Checks a backend's configuration against the schema in its plugin's note.
+
+use serde_json::{Map, Value};
+
+/// What stands in place of a secret.
+const HIDDEN: &str = "(hidden)";
+
+/// Checks `config`, and gives it back as it may be shown: values that the schema marks as `writeOnly` are replaced.
+///
+/// # Errors
+/// One line that names each wrong key, what was found, and what would be right.
+pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> Result<Map<String, Value>, String> {
+    let validator = jsonschema::validator_for(schema)
+        .map_err(|e| format!("the config schema of its plugin is no JSON Schema: {e}"))?;
+    let value = Value::Object(config.clone());
+    let mut wrong: Vec<String> = Vec::new();
+    for error in validator.iter_errors(&value) {
+        let at = error.instance_path().as_str().trim_start_matches('/').replace('/', ".");
+        let key = if at.is_empty() { format!("storage.{backend}") } else { format!("storage.{backend}.{at}") };
+        wrong.push(format!(
+            "{key}: {}",
+            if is_secret(schema, &at) { "has a wrong value".to_owned() } else { error.to_string() }
+        ));
+    }
+    if !wrong.is_empty() {
+        let known: Vec<&str> = properties(schema).map(|p| p.keys().map(String::as_str).collect()).unwrap_or_default();
+        let keys =
+            if known.is_empty() { "it takes no keys".to_owned() } else { format!("its keys are {}", known.join(", ")) };
+        return Err(format!("{} ({keys})", wrong.join("; ")));
+    }
+    Ok(redacted(schema, config))
+}
+
+fn properties(schema: &Value) -> Option<&Map<String, Value>> {
+    schema.get("properties").and_then(Value::as_object)
+}
+
+fn is_secret(schema: &Value, key: &str) -> bool {
+    let top = key.split('.').next().unwrap_or_default();
+    properties(schema)
+        .and_then(|p| p.get(top))
+        .and_then(|property| property.get("writeOnly"))
+        .and_then(Value::as_bool)
+        .unwrap_or(false)
+}
+
+fn redacted(schema: &Value, config: &Map<String, Value>) -> Map<String, Value> {
+    let show = |(key, value): (&String, &Value)| {
+        let value = if is_secret(schema, key) { Value::from(HIDDEN) } else { value.clone() };
+        (key.clone(), value)
+    };
+    config.iter().map(show).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn schema() -> Value {
+        json!({
+            "type": "object",
+            "additionalProperties": false,
+            "properties": {
+                "dir": {"type": "string"},
+                "max_bytes": {"type": "integer", "minimum": 0},
+                "token": {"type": "string", "writeOnly": true, "minLength": 3},
+            },
+            "required": ["dir"],
+        })
+    }
+
+    fn check(config: Value) -> Result<Map<String, Value>, String> {
+        validate("file", &schema(), config.as_object().unwrap())
+    }
+
+    #[test]
+    fn wrong_keys_and_values_are_named() {
+        let text = check(json!({"dir": 3, "max_bytes": -1, "colour": "red"})).unwrap_err();
+        for part in ["storage.file.dir", "storage.file.max_bytes", "colour", "its keys are dir, max_bytes, token"] {
+            assert!(text.contains(part), "{part} is missing in {text}");
+        }
+    }
+
+    #[test]
+    fn a_missing_key_is_named() {
+        assert!(check(json!({})).unwrap_err().contains("dir"));
+    }
+
+    #[test]
+    fn secrets_are_shown_nowhere() {
+        let shown = check(json!({"dir": "d", "token": "abcdef"})).unwrap();
+        assert_eq!(shown["token"], HIDDEN);
+        let text = check(json!({"dir": "d", "token": "ab"})).unwrap_err();
+        assert!(text.contains("storage.file.token") && !text.contains("\"ab\""), "{text}");
+    }
+}
