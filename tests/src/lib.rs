@@ -1,1 +1,16 @@
-//! Tests that cross the rooms of kvdock.
+//! What the tests that cross the rooms share: the built programs, a running server, its HTTP faces,
+//! prompts, and the storage directory seen from outside.
+//!
+//! The tests start the real `kvdock` binary with the real small model and the file plugin. All
+//! three are made by `cargo xtask test`; a test that misses one of them fails and says so.
+
+// A test helper that can't go on panics: that is how a test fails.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+pub mod client;
+pub mod metrics;
+pub mod paths;
+pub mod prompt;
+pub mod server;
+pub mod soak;
+pub mod storage;

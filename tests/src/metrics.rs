@@ -1,0 +1,69 @@
+//! The text of `/metrics`, as far as the tests read it.
+
+use std::collections::BTreeMap;
+
+/// Values by name and labels.
+#[derive(Debug, Clone, Default)]
+pub struct Metrics {
+    values: Vec<(String, BTreeMap<String, String>, f64)>,
+}
+
+impl Metrics {
+    /// Reads the text format.
+    pub fn parse(text: &str) -> Self {
+        let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+        Self {
+            values: lines
+                .map(|line| parse_line(line).unwrap_or_else(|| panic!("not a line of metrics: {line:?}")))
+                .collect(),
+        }
+    }
+
+    /// The sum of all values of `name` whose labels are among others those given; 0 if there are none.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let matches = |found: &BTreeMap<String, String>| {
+            labels.iter().all(|(key, value)| found.get(*key).is_some_and(|found| found == value))
+        };
+        self.values.iter().filter(|(found, with, _)| found == name && matches(with)).map(|(_, _, value)| value).sum()
+    }
+
+    /// Whether there is a value of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.values.iter().any(|(found, _, _)| found == name)
+    }
+
+    /// Pages of storage calls, by call and result.
+    pub fn storage_pages(&self, op: &str, result: &str) -> f64 {
+        self.sum("kvdock:storage_pages_total", &[("op", op), ("result", result)])
+    }
+}
+
+fn parse_line(line: &str) -> Option<(String, BTreeMap<String, String>, f64)> {
+    let (head, value) = line.rsplit_once(' ')?;
+    let value = value.parse().ok()?;
+    let Some((name, labels)) = head.split_once('{') else {
+        return Some((head.to_owned(), BTreeMap::new(), value));
+    };
+    let pairs = labels.strip_suffix('}')?.split("\",").filter(|pair| !pair.is_empty()).map(|pair| {
+        let (key, value) = pair.split_once("=\"")?;
+        Some((key.to_owned(), value.trim_end_matches('"').to_owned()))
+    });
+    Some((name.to_owned(), pairs.collect::<Option<_>>()?, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_summed_by_labels() {
+        let metrics = Metrics::parse(
+            "# TYPE a counter\na_total{op=\"get\",result=\"ok\"} 3\na_total{op=\"get\",result=\"late\"} 4\nb 1.5\n",
+        );
+        assert_eq!(metrics.sum("a_total", &[("op", "get")]), 7.0);
+        assert_eq!(metrics.sum("a_total", &[("op", "get"), ("result", "ok")]), 3.0);
+        assert_eq!(metrics.sum("b", &[]), 1.5);
+        assert_eq!(metrics.sum("c", &[]), 0.0);
+        assert!(metrics.has("b") && !metrics.has("c"));
+    }
+}

@@ -1,0 +1,12 @@
+//! The real server with the real small model and the file plugin, over HTTP.
+
+// A test that cannot go on panics: that is how it fails.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod clients;
+mod faults;
+mod kills;
+mod page_multiples;
+mod restart;
+mod starts;
+mod swap;
