@@ -31,3 +31,6 @@ pub use start::{Engine, EngineError, EngineParts};
 pub use stats::EngineStats;
 pub use stream::RequestStream;
 pub use wake::Mailbox;
+
+#[cfg(test)]
+mod tests;

@@ -86,9 +86,9 @@ impl Drop for RequestStream {
 
 /// Samples under way of being joined from their events.
 #[derive(Default)]
-struct Parts {
+pub(super) struct Parts {
     open: BTreeMap<u32, Open>,
-    completions: Vec<Completion>,
+    pub completions: Vec<Completion>,
 }
 
 #[derive(Default)]
@@ -100,7 +100,7 @@ struct Open {
 }
 
 impl Parts {
-    fn add(&mut self, event: Event) {
+    pub fn add(&mut self, event: Event) {
         match event {
             Event::Prompt { index, logprobs } => {
                 self.open.entry(index).or_default().prompt_logprobs = logprobs;

@@ -8,10 +8,14 @@ use crate::cache::{Acquire, Grant, Prefetch};
 use crate::engine::request::{AbortKind, FinishReason};
 
 /// Part of a sample's future set aside at first, at least and at most, and how it moves.
-pub(super) const FIRST_RESERVE: f64 = 0.5;
+pub(super) const FIRST_RESERVE: f64 = 0.4;
 const LEAST_RESERVE: f64 = 0.1;
-const RESERVE_DECAY: f64 = 0.999;
+const RESERVE_DECAY: f64 = 0.998;
 const RESERVE_RISE: f64 = 0.2;
+
+/// A prefix that a running prompt will have computed in a moment is worth waiting for if it is
+/// this many tokens longer than what is there already.
+const WORTH_WAITING: usize = 32;
 
 /// What came of trying to admit one sample.
 enum Attempt {
@@ -67,6 +71,9 @@ impl Scheduler {
 
     fn try_admit(&mut self, mut sequence: Sequence) -> Attempt {
         let id = sequence.cache_id;
+        if self.prefix_is_coming(&sequence) {
+            return Attempt::Later(sequence, None);
+        }
         if sequence.wait != Wait::Loading
             && let Prefetch::Waiting { until } = self.parts.cache.poll(id)
         {
@@ -81,6 +88,21 @@ impl Scheduler {
             Ok(Acquire::NoSpace) => Attempt::NoRoom(sequence),
             Err(error) => Attempt::Failed(sequence, format!("the cache failed: {error}")),
         }
+    }
+
+    /// Whether a running prompt is about to compute a prefix that this sample shares. It waits for
+    /// the pages then; requests with the same prompt at the same time compute it once.
+    fn prefix_is_coming(&self, sequence: &Sequence) -> bool {
+        let limit = sequence.next_prompt_row().unwrap_or(sequence.tokens.len() - 1);
+        self.running.iter().any(|other| {
+            if other.computed >= other.prompt_len || other.group.namespace != sequence.group.namespace {
+                return false;
+            }
+            let prompt = other.tokens.iter().take(other.prompt_len);
+            let shared = prompt.zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
+            let whole = |tokens: usize| tokens / self.page_size * self.page_size;
+            whole(shared.min(limit)) >= whole(other.computed) + WORTH_WAITING
+        })
     }
 
     /// Takes a grant, or gives it back where the pool has no room for what is to follow.

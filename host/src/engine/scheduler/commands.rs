@@ -91,12 +91,14 @@ impl Scheduler {
             wait: Wait::New,
             generated: HashMap::new(),
             prompt_logprobs: Vec::new(),
+            prompt_told: false,
             pending: Pending::default(),
             usage: Usage { prompt_tokens: u32::try_from(prompt_len).unwrap_or(u32::MAX), ..Usage::default() },
             why: Vec::new(),
             preemptions: 0,
             times: Times::default(),
             ended: None,
+            reported: false,
         }
     }
 

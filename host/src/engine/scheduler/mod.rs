@@ -105,8 +105,8 @@ impl Scheduler {
             self.enforce_drain();
             let admission = self.admit();
             until = earlier(until, admission);
-            self.publish_gauges();
             worked = self.step();
+            self.publish_gauges();
             if !self.waiting.is_empty() || !self.running.is_empty() {
                 until = earlier(until, Some(Instant::now() + LONGEST_WAIT));
             }

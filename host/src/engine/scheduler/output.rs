@@ -103,10 +103,11 @@ impl Scheduler {
     /// The prompt is computed: its log-probabilities go out, and the samples that share it may
     /// come.
     fn prompt_done(&mut self, sequence: &mut Sequence) {
-        let group = &sequence.group;
-        if sequence.index != 0 {
+        if sequence.index != 0 || sequence.prompt_told {
             return;
         }
+        sequence.prompt_told = true;
+        let group = &sequence.group;
         if let Some(start) = group.logprobs.prompt_start {
             let mut logprobs = std::mem::take(&mut sequence.prompt_logprobs);
             if let (0, Some(&token_id)) = (start, sequence.tokens.first()) {

@@ -1,18 +1,21 @@
 //! How a sample leaves: ended, or preempted for a while.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Scheduler;
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Wait};
 use crate::engine::request::{Event, FinishReason, MatchedStop};
 
 impl Scheduler {
     /// Ends a sample: its whole pages stay in the tree, everything else is given back.
     pub(super) fn retire(&mut self, mut sequence: Sequence, reason: FinishReason) {
-        let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
-        let pages = std::mem::take(&mut sequence.pages);
-        self.parts.cache.finish(sequence.cache_id, computed, pages);
+        if sequence.wait != Wait::New {
+            let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
+            let pages = std::mem::take(&mut sequence.pages);
+            self.parts.cache.finish(sequence.cache_id, computed, pages);
+        }
         self.report_end(sequence, reason);
     }
 
@@ -27,7 +30,18 @@ impl Scheduler {
         sequence.flush_pending();
         self.count_end(&sequence, &reason);
         trace(&sequence, &reason);
-        let group = &sequence.group;
+        let group = Arc::clone(&sequence.group);
+        let key = group.key;
+        // Its name and place are free before the client can know that it ended.
+        let left = self.open.get(&key).map_or(0, |left| left.saturating_sub(1));
+        if left == 0 {
+            self.open.remove(&key);
+            self.parts.shared.ids.lock().remove(&group.id);
+        } else {
+            self.open.insert(key, left);
+        }
+        self.parts.shared.in_flight.fetch_sub(1, Ordering::AcqRel);
+        sequence.reported = true;
         group.send(Event::Finished {
             index: sequence.index,
             reason,
@@ -35,18 +49,10 @@ impl Scheduler {
             preemptions: sequence.preemptions,
             elapsed: group.submitted.elapsed(),
         });
-        let key = group.key;
-        if let Some(left) = self.open.get_mut(&key) {
-            *left = left.saturating_sub(1);
-            if *left == 0 {
-                self.open.remove(&key);
-                self.parts.shared.ids.lock().remove(&group.id);
-            } else if sequence.index == 0 {
-                // Nobody else would let them go.
-                self.release_followers(key);
-            }
+        if sequence.index == 0 {
+            // Where it failed before its prompt was done nobody else would let them go.
+            self.release_followers(key);
         }
-        self.parts.shared.in_flight.fetch_sub(1, Ordering::AcqRel);
     }
 
     fn count_end(&mut self, sequence: &Sequence, reason: &FinishReason) {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::cache::{CacheNamespace, Miss, RequestId, ReuseHints};
-use crate::engine::request::{Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
+use crate::engine::request::{AbortKind, Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
 use crate::engine::text::OutputText;
 use crate::engine::{Request, SamplingParams};
 
@@ -106,6 +106,8 @@ pub(super) struct Sequence {
     /// Counts of generated tokens, kept only where penalties need them.
     pub generated: HashMap<u32, u32>,
     pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// Whether the prompt's log-probabilities have been sent.
+    pub prompt_told: bool,
     pub pending: Pending,
     pub usage: Usage,
     pub why: Vec<Miss>,
@@ -113,6 +115,23 @@ pub(super) struct Sequence {
     pub times: Times,
     /// Set once it is to leave at the end of the step.
     pub ended: Option<FinishReason>,
+    /// Whether its end has been told.
+    pub reported: bool,
+}
+
+impl Drop for Sequence {
+    /// A sample lost in a panic of the scheduler still tells its client.
+    fn drop(&mut self) {
+        if !self.reported {
+            self.group.send(Event::Finished {
+                index: self.index,
+                reason: FinishReason::Abort { kind: AbortKind::Internal, message: "the scheduler failed".to_owned() },
+                usage: self.usage,
+                preemptions: self.preemptions,
+                elapsed: self.group.submitted.elapsed(),
+            });
+        }
+    }
 }
 
 impl Sequence {
@@ -134,7 +153,8 @@ impl Sequence {
     /// First position whose row of logits is still needed for prompt log-probabilities; `None`
     /// if none is.
     pub fn next_prompt_row(&self) -> Option<usize> {
-        let start = self.group.logprobs.prompt_start.filter(|_| self.index == 0)?;
+        let wanted = self.index == 0 && !self.prompt_told;
+        let start = self.group.logprobs.prompt_start.filter(|_| wanted)?;
         // The token at position p is predicted by row p - 1. Position 0 has no row; its entry
         // is put in front at the end.
         let row = start.max(1) - 1 + self.prompt_logprobs.len();
@@ -150,7 +170,7 @@ impl Sequence {
     /// still be generated.
     pub fn expected_len(&self, ratio: f64) -> usize {
         /// An open end counts as no more than this.
-        const MOST: usize = 4096;
+        const MOST: usize = 2048;
         let rest = self.max_len.saturating_sub(self.tokens.len()).min(MOST);
         self.tokens.len() + (rest as f64 * ratio).ceil() as usize
     }
