@@ -24,10 +24,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => f.write_str("default"),
-            Self::File {
-                path,
-                line: Some(line),
-            } => write!(f, "{path}:{line}"),
+            Self::File { path, line: Some(line) } => write!(f, "{path}:{line}"),
             Self::File { path, line: None } => f.write_str(path),
             Self::Env(name) => write!(f, "environment variable {name}"),
             Self::Set => f.write_str("--set"),
@@ -46,10 +43,7 @@ pub struct ConfigError {
 
 impl ConfigError {
     pub(crate) fn new(origin: &Origin, message: impl Into<String>) -> Self {
-        Self {
-            origin: origin.clone(),
-            message: message.into(),
-        }
+        Self { origin: origin.clone(), message: message.into() }
     }
 }
 

@@ -15,34 +15,18 @@ pub(crate) struct Key {
     pub meaning: &'static str,
 }
 
-const fn key(
-    path: &'static str,
-    kind: Kind,
-    default: &'static str,
-    meaning: &'static str,
-) -> Key {
-    Key {
-        path,
-        kind,
-        default: Some(default),
-        meaning,
-    }
+const fn key(path: &'static str, kind: Kind, default: &'static str, meaning: &'static str) -> Key {
+    Key { path, kind, default: Some(default), meaning }
 }
 
 const fn unset(path: &'static str, kind: Kind, meaning: &'static str) -> Key {
-    Key {
-        path,
-        kind,
-        default: None,
-        meaning,
-    }
+    Key { path, kind, default: None, meaning }
 }
 
 const COUNT: i64 = u32::MAX as i64;
 
 /// Write policies, SGLang's names.
-pub(crate) const WRITE_POLICIES: &[&str] =
-    &["write_through", "write_through_selective", "write_back"];
+pub(crate) const WRITE_POLICIES: &[&str] = &["write_through", "write_through_selective", "write_back"];
 /// Prefetch policies, SGLang's names.
 pub(crate) const PREFETCH_POLICIES: &[&str] = &["best_effort", "wait_complete", "timeout"];
 
@@ -50,46 +34,147 @@ pub(crate) const PREFETCH_POLICIES: &[&str] = &["best_effort", "wait_complete", 
 pub(crate) const KEYS: &[Key] = &[
     key("server.host", Kind::Text, "\"127.0.0.1\"", "Address or host name to listen on."),
     key("server.port", Kind::Int(0, 65535), "30000", "Port to listen on; 0 picks a free one."),
-    unset("server.api_key", Kind::Secret, "Clients must send it as `Authorization: Bearer KEY`. Unset: no key is asked for."),
-    unset("server.admin_key", Kind::Secret, "The admin endpoints ask for this key instead. Unset: they answer loopback peers only."),
-    key("server.shutdown_timeout", Kind::Number(0.0, 86400.0), "20.0", "Seconds that running requests get to finish on SIGTERM or SIGINT."),
+    unset(
+        "server.api_key",
+        Kind::Secret,
+        "Clients must send it as `Authorization: Bearer KEY`. Unset: no key is asked for.",
+    ),
+    unset(
+        "server.admin_key",
+        Kind::Secret,
+        "The admin endpoints ask for this key instead. Unset: they answer loopback peers only.",
+    ),
+    key(
+        "server.shutdown_timeout",
+        Kind::Number(0.0, 86400.0),
+        "20.0",
+        "Seconds that running requests get to finish on SIGTERM or SIGINT.",
+    ),
     key("server.max_body", Kind::Size(1024), "\"64MiB\"", "Largest request body."),
     unset("model.path", Kind::Text, "A GGUF file or a Hugging Face folder. `kvdock serve` needs it."),
     unset("model.name", Kind::Text, "Name that clients use. Unset: the name of the file or folder."),
-    key("engine.device", Kind::Choice(&["cpu", "cuda", "auto"]), "\"cpu\"", "Where the model runs; `auto` takes a GPU if this build and this machine have one."),
-    key("engine.threads", Kind::IntOrAuto(1, 4096), "\"auto\"", "Compute threads; `auto` is one a CPU that this process may use."),
+    key(
+        "engine.device",
+        Kind::Choice(&["cpu", "cuda", "auto"]),
+        "\"cpu\"",
+        "Where the model runs; `auto` takes a GPU if this build and this machine have one.",
+    ),
+    key(
+        "engine.threads",
+        Kind::IntOrAuto(1, 4096),
+        "\"auto\"",
+        "Compute threads; `auto` is one a CPU that this process may use.",
+    ),
     key("engine.prefill_chunk", Kind::Int(1, COUNT), "512", "Most prompt tokens computed in one step."),
     key("engine.max_running_requests", Kind::Int(1, 65536), "32", "Most requests decoded side by side."),
-    key("engine.max_queued_requests", Kind::Int(1, COUNT), "1024", "Most requests waiting; beyond it the answer is 429."),
+    key(
+        "engine.max_queued_requests",
+        Kind::Int(1, COUNT),
+        "1024",
+        "Most requests waiting; beyond it the answer is 429.",
+    ),
     key("engine.tp_size", Kind::Int(1, 1024), "1", "Tensor-parallel ranks."),
     key("engine.cp_size", Kind::Int(1, 1024), "1", "Context-parallel ranks."),
     key("engine.pp_size", Kind::Int(1, 1024), "1", "Pipeline-parallel ranks."),
     key("engine.dcp_size", Kind::Int(1, 1024), "1", "Decode-context-parallel ranks."),
-    key("cache.mode", Kind::Choice(&["hierarchical", "linker", "device"]), "\"hierarchical\"", "`hierarchical`: device, host and storage tiers; `linker`: storage straight into device pages; `device`: the device tier alone."),
+    key(
+        "cache.mode",
+        Kind::Choice(&["hierarchical", "linker", "device"]),
+        "\"hierarchical\"",
+        "`hierarchical`: device, host and storage tiers; `linker`: storage straight into device pages; `device`: the device tier alone.",
+    ),
     key("cache.page_size", Kind::Int(1, 1024), "16", "Tokens a page; a power of two."),
-    key("cache.device_tokens", Kind::IntOrAuto(1, COUNT), "\"auto\"", "Tokens in the device pool; `auto` sizes it from the model's context and free memory."),
-    key("cache.host_tokens", Kind::IntOrAuto(0, COUNT), "\"auto\"", "Tokens in the host pool; `auto` is twice the device pool, less if memory is short."),
+    key(
+        "cache.device_tokens",
+        Kind::IntOrAuto(1, COUNT),
+        "\"auto\"",
+        "Tokens in the device pool; `auto` sizes it from the model's context and free memory.",
+    ),
+    key(
+        "cache.host_tokens",
+        Kind::IntOrAuto(0, COUNT),
+        "\"auto\"",
+        "Tokens in the host pool; `auto` is twice the device pool, less if memory is short.",
+    ),
     key("cache.dtype", Kind::Choice(&["f16", "bf16", "f32"]), "\"f16\"", "Type of the cached keys and values."),
-    key("cache.host_layout", Kind::Choice(&["page_first", "layer_first", "page_first_direct", "page_head"]), "\"page_first\"", "Layout of the host pool, SGLang's names."),
-    key("cache.write_policy", Kind::Choice(WRITE_POLICIES), "\"write_through\"", "When pages are copied to host and storage: at once, from the second use, or when the device evicts them."),
-    key("cache.prefetch_policy", Kind::Choice(PREFETCH_POLICIES), "\"timeout\"", "How long a queued request waits for its pages from storage: not at all, until all are there (bounded by the backend's deadline), or for a time that grows with their number."),
+    key(
+        "cache.host_layout",
+        Kind::Choice(&["page_first", "layer_first", "page_first_direct", "page_head"]),
+        "\"page_first\"",
+        "Layout of the host pool, SGLang's names.",
+    ),
+    key(
+        "cache.write_policy",
+        Kind::Choice(WRITE_POLICIES),
+        "\"write_through\"",
+        "When pages are copied to host and storage: at once, from the second use, or when the device evicts them.",
+    ),
+    key(
+        "cache.prefetch_policy",
+        Kind::Choice(PREFETCH_POLICIES),
+        "\"timeout\"",
+        "How long a queued request waits for its pages from storage: not at all, until all are there (bounded by the backend's deadline), or for a time that grows with their number.",
+    ),
     key("cache.prefetch_threshold", Kind::Int(1, COUNT), "256", "Fewest missing tokens for which storage is asked."),
-    key("cache.prefetch_timeout_base", Kind::Number(0.0, 3600.0), "1.0", "Seconds; the constant part of the prefetch timeout."),
-    key("cache.prefetch_timeout_per_ki_token", Kind::Number(0.0, 3600.0), "0.25", "Seconds more for each 1024 tokens asked for."),
-    key("cache.eviction", Kind::Choice(&["lru", "lfu"]), "\"lru\"", "Which pages leave a full pool first: least recently or least often used."),
+    key(
+        "cache.prefetch_timeout_base",
+        Kind::Number(0.0, 3600.0),
+        "1.0",
+        "Seconds; the constant part of the prefetch timeout.",
+    ),
+    key(
+        "cache.prefetch_timeout_per_ki_token",
+        Kind::Number(0.0, 3600.0),
+        "0.25",
+        "Seconds more for each 1024 tokens asked for.",
+    ),
+    key(
+        "cache.eviction",
+        Kind::Choice(&["lru", "lfu"]),
+        "\"lru\"",
+        "Which pages leave a full pool first: least recently or least often used.",
+    ),
     unset("storage.backend", Kind::Text, "Name of the storage backend, as in `storage.NAME`. Unset: no storage tier."),
-    key("storage.backends", Kind::TextList, "[]", "Names of several backends in the order they are asked; excludes `storage.backend`."),
+    key(
+        "storage.backends",
+        Kind::TextList,
+        "[]",
+        "Names of several backends in the order they are asked; excludes `storage.backend`.",
+    ),
     key("storage.required", Kind::Bool, "true", "Whether a backend that can't be attached stops the start."),
-    key("storage.plugin_path", Kind::PathList, "[]", "Folders searched for plugins, before the default ones (`kvdock doctor` lists them)."),
-    key("storage.break_even", Kind::Choice(&["off", "auto"]), "\"off\"", "`auto` loads a hit only where that is faster than computing it."),
-    key("telemetry.log_level", Kind::Text, "\"info\"", "Log filter, as in RUST_LOG, which wins: `error`, `warn`, `info`, `debug`, `trace`, or `target=level` with commas."),
+    key(
+        "storage.plugin_path",
+        Kind::PathList,
+        "[]",
+        "Folders searched for plugins, before the default ones (`kvdock doctor` lists them).",
+    ),
+    key(
+        "storage.break_even",
+        Kind::Choice(&["off", "auto"]),
+        "\"off\"",
+        "`auto` loads a hit only where that is faster than computing it.",
+    ),
+    key(
+        "telemetry.log_level",
+        Kind::Text,
+        "\"info\"",
+        "Log filter, as in RUST_LOG, which wins: `error`, `warn`, `info`, `debug`, `trace`, or `target=level` with commas.",
+    ),
     key("telemetry.log_format", Kind::Choice(&["text", "json"]), "\"text\"", "Form of the log on standard error."),
 ];
 
 /// Keys of the host in a backend's table, `storage.<name>.<key>`; the others are the backend's.
 pub(crate) const BACKEND_KEYS: &[Key] = &[
-    unset("plugin", Kind::Text, "Plugin to run this backend with, so that one plugin may run as two backends. Unset: the backend's name."),
-    unset("write_policy", Kind::Choice(WRITE_POLICIES), "Write policy towards this backend. Unset: `cache.write_policy`."),
+    unset(
+        "plugin",
+        Kind::Text,
+        "Plugin to run this backend with, so that one plugin may run as two backends. Unset: the backend's name.",
+    ),
+    unset(
+        "write_policy",
+        Kind::Choice(WRITE_POLICIES),
+        "Write policy towards this backend. Unset: `cache.write_policy`.",
+    ),
     key("timeout", Kind::Number(0.001, 3600.0), "5.0", "Seconds that one call to the backend may take."),
     key("key_scheme", Kind::Choice(&["kvdock", "sglang"]), "\"kvdock\"", "How pages are named in the store."),
     unset("sha256", Kind::Text, "SHA-256 of the plugin's file, in hex; another file is refused."),
@@ -102,11 +187,7 @@ pub(crate) fn find(path: &str) -> Option<&'static Key> {
 
 /// Sections that hold keys, such as `server`.
 pub(crate) fn is_section(path: &str) -> bool {
-    KEYS.iter().any(|key| {
-        key.path
-            .strip_prefix(path)
-            .is_some_and(|rest| rest.starts_with('.'))
-    })
+    KEYS.iter().any(|key| key.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.')))
 }
 
 #[cfg(test)]
@@ -127,13 +208,7 @@ mod tests {
     fn paths_are_unique_and_reachable_from_the_environment() {
         for (index, key) in KEYS.iter().enumerate() {
             assert!(KEYS[..index].iter().all(|other| other.path != key.path));
-            assert!(
-                key.path
-                    .bytes()
-                    .all(|b| b.is_ascii_lowercase() || matches!(b, b'_' | b'.')),
-                "{}",
-                key.path
-            );
+            assert!(key.path.bytes().all(|b| b.is_ascii_lowercase() || matches!(b, b'_' | b'.')), "{}", key.path);
             assert!(!key.path.contains("__"), "{}", key.path);
         }
     }

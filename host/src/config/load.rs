@@ -27,11 +27,7 @@ pub struct Sources {
 impl Sources {
     /// A file, `--set` arguments, and the environment of this process.
     pub fn from_process(file: Option<PathBuf>, set: Vec<String>) -> Self {
-        Self {
-            file,
-            env: std::env::vars_os().collect(),
-            set,
-        }
+        Self { file, env: std::env::vars_os().collect(), set }
     }
 }
 
@@ -54,10 +50,7 @@ pub fn load(sources: &Sources) -> Result<Loaded, ConfigErrors> {
     let mut leaves = defaults();
     if let Some(file) = &sources.file {
         let name = file.display().to_string();
-        let origin = Origin::File {
-            path: name.clone(),
-            line: None,
-        };
+        let origin = Origin::File { path: name.clone(), line: None };
         let text = std::fs::read(file)
             .map_err(|error| ConfigError::new(&origin, format!("can't be read: {error}")))
             .and_then(|bytes| {
@@ -90,13 +83,7 @@ fn defaults() -> Leaves {
     for key in KEYS {
         let parsed = key.default.and_then(|text| text.parse::<Value>().ok());
         if let Some(value) = parsed {
-            leaves.put(
-                source::split(key.path),
-                Leaf {
-                    value,
-                    origin: Origin::Default,
-                },
-            );
+            leaves.put(source::split(key.path), Leaf { value, origin: Origin::Default });
         }
     }
     leaves
@@ -124,10 +111,7 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
                         super::value::Kind::Secret => "the value given".to_owned(),
                         _ => show(&leaf.value),
                     };
-                    errors.push(ConfigError::new(
-                        &leaf.origin,
-                        format!("{dotted} = {found}: takes {takes}{hint}"),
-                    ));
+                    errors.push(ConfigError::new(&leaf.origin, format!("{dotted} = {found}: takes {takes}{hint}")));
                 }
             }
         } else if source::is_backend_path(path) {
@@ -149,9 +133,7 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
         }
     };
     for name in backends {
-        let valid = name
-            .bytes()
-            .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-'));
+        let valid = name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-'));
         if !valid {
             errors.push(ConfigError::new(
                 &Origin::Default,
@@ -178,27 +160,15 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
     let page = config.cache.page_size;
     if !page.is_power_of_two() {
         let near = page.next_power_of_two();
-        wrong(
-            "cache.page_size",
-            format!("= {page}: takes a power of two from 1 to 1024, such as {near}"),
-        );
+        wrong("cache.page_size", format!("= {page}: takes a power of two from 1 to 1024, such as {near}"));
     }
     if config.server.host.is_empty() {
-        wrong(
-            "server.host",
-            "= \"\": takes an address or host name, such as \"127.0.0.1\" or \"0.0.0.0\"".into(),
-        );
+        wrong("server.host", "= \"\": takes an address or host name, such as \"127.0.0.1\" or \"0.0.0.0\"".into());
     }
-    for (key, secret) in [
-        ("server.api_key", &config.server.api_key),
-        ("server.admin_key", &config.server.admin_key),
-    ] {
+    for (key, secret) in [("server.api_key", &config.server.api_key), ("server.admin_key", &config.server.admin_key)] {
         let usable = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic());
         if secret.as_ref().is_some_and(|secret| !usable(secret.reveal())) {
-            wrong(
-                key,
-                "takes printable ASCII without spaces, at least one character".into(),
-            );
+            wrong(key, "takes printable ASCII without spaces, at least one character".into());
         }
     }
     for (key, text) in [
@@ -212,18 +182,17 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
     if let Err(error) = crate::telemetry::check_filter(&config.telemetry.log_level) {
         wrong(
             "telemetry.log_level",
-            format!("= {:?}: takes a level such as \"info\", or target=level with commas ({error})",
-                config.telemetry.log_level),
+            format!(
+                "= {:?}: takes a level such as \"info\", or target=level with commas ({error})",
+                config.telemetry.log_level
+            ),
         );
     }
     if config.storage.backend.as_deref() == Some("") {
         config.storage.backend = None;
     }
     if config.storage.backend.is_some() && !config.storage.backends.is_empty() {
-        wrong(
-            "storage.backends",
-            "and storage.backend exclude each other; keep one of them".into(),
-        );
+        wrong("storage.backends", "and storage.backend exclude each other; keep one of them".into());
     }
     let mut seen = BTreeSet::new();
     for name in &config.storage.backends {
@@ -250,10 +219,7 @@ fn unknown(path: &[String], leaf: &Leaf) -> ConfigError {
 }
 
 fn sections() -> Vec<&'static str> {
-    let mut sections: Vec<_> = KEYS
-        .iter()
-        .filter_map(|key| key.path.split('.').next())
-        .collect();
+    let mut sections: Vec<_> = KEYS.iter().filter_map(|key| key.path.split('.').next()).collect();
     sections.dedup();
     sections
 }
@@ -264,9 +230,7 @@ fn is_empty_table(value: &Value) -> bool {
 
 fn is_backend_section(path: &[String]) -> bool {
     match path {
-        [section, name] => {
-            section == "storage" && keys::find(&format!("storage.{name}")).is_none()
-        }
+        [section, name] => section == "storage" && keys::find(&format!("storage.{name}")).is_none(),
         _ => false,
     }
 }
@@ -278,9 +242,7 @@ fn insert(table: &mut toml::Table, path: &[String], value: Value) {
             table.insert(last.clone(), value);
         }
         [first, rest @ ..] => {
-            let slot = table
-                .entry(first.clone())
-                .or_insert_with(|| Value::Table(toml::Table::new()));
+            let slot = table.entry(first.clone()).or_insert_with(|| Value::Table(toml::Table::new()));
             if let Value::Table(inner) = slot {
                 insert(inner, rest, value);
             }

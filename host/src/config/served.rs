@@ -21,9 +21,7 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
     ];
     for (key, size, what) in ranks {
         if size > 1 {
-            refuse(format!(
-                "engine.{key} = {size}: this build runs one rank, without {what}; set 1"
-            ));
+            refuse(format!("engine.{key} = {size}: this build runs one rank, without {what}; set 1"));
         }
     }
     if config.cache.mode == CacheMode::Linker {
@@ -42,9 +40,7 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
     }
     let selected = config.storage.selected();
     if selected.len() > 1 {
-        refuse(format!(
-            "storage.backends = {selected:?}: this build attaches one backend at a time; keep one"
-        ));
+        refuse(format!("storage.backends = {selected:?}: this build attaches one backend at a time; keep one"));
     }
     if config.cache.mode == CacheMode::Device && !selected.is_empty() {
         refuse(format!(

@@ -184,10 +184,7 @@ impl StorageConfig {
 
     /// The table of `name`; the defaults when the config has none.
     pub fn table(&self, name: &str) -> BackendTable {
-        self.tables
-            .get(name)
-            .cloned()
-            .unwrap_or_else(|| BackendTable::new(name))
+        self.tables.get(name).cloned().unwrap_or_else(|| BackendTable::new(name))
     }
 }
 
@@ -231,9 +228,7 @@ impl<'de> Deserialize<'de> for Amount {
         match Form::deserialize(deserializer)? {
             Form::Count(count) => Ok(Self::Fixed(count)),
             Form::Word(word) if word == "auto" => Ok(Self::Auto),
-            Form::Word(word) => Err(serde::de::Error::custom(format!(
-                "{word:?} is neither a count nor \"auto\""
-            ))),
+            Form::Word(word) => Err(serde::de::Error::custom(format!("{word:?} is neither a count nor \"auto\""))),
         }
     }
 }

@@ -26,8 +26,7 @@ pub(crate) struct Leaves(BTreeMap<Path, Leaf>);
 impl Leaves {
     /// Sets `path`; what stood there, below it or above it gives way.
     pub(crate) fn put(&mut self, path: Path, leaf: Leaf) {
-        self.0
-            .retain(|old, _| !old.starts_with(&path) && !path.starts_with(old));
+        self.0.retain(|old, _| !old.starts_with(&path) && !path.starts_with(old));
         self.0.insert(path, leaf);
     }
 
@@ -49,21 +48,11 @@ impl Leaves {
 
 /// `path` as it would stand in TOML.
 pub(crate) fn join(path: &[String]) -> String {
-    let bare = |part: &String| {
-        !part.is_empty()
-            && part
-                .bytes()
-                .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'))
-    };
+    let bare =
+        |part: &String| !part.is_empty() && part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'));
     let parts: Vec<_> = path
         .iter()
-        .map(|part| {
-            if bare(part) {
-                part.clone()
-            } else {
-                Value::String(part.clone()).to_string()
-            }
-        })
+        .map(|part| if bare(part) { part.clone() } else { Value::String(part.clone()).to_string() })
         .collect();
     parts.join(".")
 }
@@ -88,10 +77,7 @@ pub(crate) fn from_file(name: &str, text: &str) -> Result<Leaves, ConfigError> {
         let origin = at(Some(offset));
         match owned(value) {
             Ok(value) => leaves.put(path.to_vec(), Leaf { value, origin }),
-            Err(message) => errors.push(ConfigError::new(
-                &origin,
-                format!("{}: {message}", join(path)),
-            )),
+            Err(message) => errors.push(ConfigError::new(&origin, format!("{}: {message}", join(path)))),
         }
     });
     match errors.into_iter().next() {
@@ -100,11 +86,7 @@ pub(crate) fn from_file(name: &str, text: &str) -> Result<Leaves, ConfigError> {
     }
 }
 
-fn walk(
-    table: &DeTable<'_>,
-    path: &mut Path,
-    found: &mut dyn FnMut(&[String], &DeValue<'_>, usize),
-) {
+fn walk(table: &DeTable<'_>, path: &mut Path, found: &mut dyn FnMut(&[String], &DeValue<'_>, usize)) {
     for (key, value) in table.iter() {
         path.push(key.get_ref().to_string());
         match value.get_ref() {
@@ -118,24 +100,15 @@ fn walk(
 fn owned(value: &DeValue<'_>) -> Result<Value, String> {
     Ok(match value {
         DeValue::String(text) => Value::String(text.to_string()),
-        DeValue::Integer(n) => Value::Integer(
-            i64::from_str_radix(n.as_str(), n.radix())
-                .map_err(|_| format!("{n} does not fit 64 bits"))?,
-        ),
-        DeValue::Float(number) => Value::Float(
-            number
-                .as_str()
-                .parse()
-                .map_err(|_| format!("{number} is no number"))?,
-        ),
+        DeValue::Integer(n) => {
+            Value::Integer(i64::from_str_radix(n.as_str(), n.radix()).map_err(|_| format!("{n} does not fit 64 bits"))?)
+        }
+        DeValue::Float(number) => Value::Float(number.as_str().parse().map_err(|_| format!("{number} is no number"))?),
         DeValue::Boolean(b) => Value::Boolean(*b),
         DeValue::Datetime(when) => Value::Datetime(*when),
-        DeValue::Array(items) => Value::Array(
-            items
-                .iter()
-                .map(|item| owned(item.get_ref()))
-                .collect::<Result<_, _>>()?,
-        ),
+        DeValue::Array(items) => {
+            Value::Array(items.iter().map(|item| owned(item.get_ref())).collect::<Result<_, _>>()?)
+        }
         DeValue::Table(table) => Value::Table(
             table
                 .iter()
@@ -146,11 +119,7 @@ fn owned(value: &DeValue<'_>) -> Result<Value, String> {
 }
 
 fn line_of(text: &str, offset: usize) -> usize {
-    1 + text
-        .bytes()
-        .take(offset)
-        .filter(|byte| *byte == b'\n')
-        .count()
+    1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count()
 }
 
 /// Reads one `KEY=VALUE` of `--set`.
@@ -172,10 +141,7 @@ fn is_for_tests(name: &str) -> bool {
 }
 
 /// Reads the `KVDOCK_*` variables among `vars`. Those that match no key are warnings.
-pub(crate) fn from_env(
-    vars: impl IntoIterator<Item = (OsString, OsString)>,
-    warnings: &mut Vec<String>,
-) -> Leaves {
+pub(crate) fn from_env(vars: impl IntoIterator<Item = (OsString, OsString)>, warnings: &mut Vec<String>) -> Leaves {
     let mut named: Vec<(String, OsString)> = vars
         .into_iter()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
@@ -184,12 +150,8 @@ pub(crate) fn from_env(
     named.sort();
     let mut leaves = Leaves::default();
     for (name, value) in named {
-        let path: Path = name
-            .trim_start_matches("KVDOCK_")
-            .to_ascii_lowercase()
-            .split("__")
-            .map(str::to_owned)
-            .collect();
+        let path: Path =
+            name.trim_start_matches("KVDOCK_").to_ascii_lowercase().split("__").map(str::to_owned).collect();
         let dotted = path.join(".");
         let known = keys::find(&dotted).is_some() || is_backend_path(&path);
         if !known {
@@ -197,16 +159,12 @@ pub(crate) fn from_env(
                 Some(near) => format!("did you mean {}?", variable_of(near)),
                 None => "`kvdock config reference` lists the keys".to_owned(),
             };
-            warnings.push(format!(
-                "environment variable {name} matches no config key; {hint}"
-            ));
+            warnings.push(format!("environment variable {name} matches no config key; {hint}"));
             continue;
         }
         match value.into_string() {
             Ok(text) => put_text(&mut leaves, path, &text, &Origin::Env(name)),
-            Err(_) => warnings.push(format!(
-                "environment variable {name} is not UTF-8 and is ignored"
-            )),
+            Err(_) => warnings.push(format!("environment variable {name} is not UTF-8 and is ignored")),
         }
     }
     leaves
@@ -262,12 +220,6 @@ fn put_value(leaves: &mut Leaves, path: Path, value: Value, origin: &Origin) {
                 put_value(leaves, inner, value, origin);
             }
         }
-        value => leaves.put(
-            path,
-            Leaf {
-                value,
-                origin: origin.clone(),
-            },
-        ),
+        value => leaves.put(path, Leaf { value, origin: origin.clone() }),
     }
 }

@@ -66,8 +66,7 @@ impl BackendTable {
             match BACKEND_KEYS.iter().find(|known| known.path == key) {
                 Some(known) => {
                     let path = format!("storage.{}.{key}", self.name);
-                    let value = json_to_toml(value)
-                        .ok_or_else(|| format!("{path}: null is no value"))?;
+                    let value = json_to_toml(value).ok_or_else(|| format!("{path}: null is no value"))?;
                     table.set_host_key(known, &path, &value)?;
                 }
                 None => {
@@ -90,8 +89,7 @@ impl BackendTable {
             let wants_integer = match declared {
                 Some(Json::String(word)) => word == "integer",
                 Some(Json::Array(words)) => {
-                    words.iter().any(|word| word == "integer")
-                        && !words.iter().any(|word| word == "string")
+                    words.iter().any(|word| word == "integer") && !words.iter().any(|word| word == "string")
                 }
                 _ => false,
             };
@@ -103,10 +101,7 @@ impl BackendTable {
     }
 
     fn set_host_key(&mut self, key: &Key, path: &str, value: &Value) -> Result<(), String> {
-        let checked = key
-            .kind
-            .check(value)
-            .map_err(|takes| format!("{path} = {}: takes {takes}", show(value)))?;
+        let checked = key.kind.check(value).map_err(|takes| format!("{path} = {}: takes {takes}", show(value)))?;
         let text = || checked.as_str().unwrap_or_default().to_owned();
         match key.path {
             "plugin" => self.plugin = text(),
@@ -125,10 +120,7 @@ impl BackendTable {
             "sha256" => {
                 let hex = text().to_ascii_lowercase();
                 if hex.len() != 64 || !hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-                    return Err(format!(
-                        "{path} = {}: takes the 64 hex digits of a SHA-256",
-                        show(value)
-                    ));
+                    return Err(format!("{path} = {}: takes the 64 hex digits of a SHA-256", show(value)));
                 }
                 self.sha256 = Some(hex);
             }
@@ -154,10 +146,8 @@ impl BackendTable {
                     // A table where the host wants a plain value.
                     if let Some(known) = BACKEND_KEYS.iter().find(|known| known.path == key) {
                         let takes = known.kind.describe();
-                        errors.push(ConfigError::new(
-                            origin,
-                            format!("storage.{name}.{key} is a table: takes {takes}"),
-                        ));
+                        errors
+                            .push(ConfigError::new(origin, format!("storage.{name}.{key} is a table: takes {takes}")));
                         continue;
                     }
                     None
@@ -191,15 +181,10 @@ fn insert_at(
             Some(json) => {
                 map.insert(last.clone(), json);
             }
-            None => errors.push(ConfigError::new(
-                origin,
-                format!("{path} = {}: takes a finite number", show(value)),
-            )),
+            None => errors.push(ConfigError::new(origin, format!("{path} = {}: takes a finite number", show(value)))),
         },
         [first, rest @ ..] => {
-            let slot = map
-                .entry(first.clone())
-                .or_insert_with(|| Json::Object(Map::new()));
+            let slot = map.entry(first.clone()).or_insert_with(|| Json::Object(Map::new()));
             if let Json::Object(inner) = slot {
                 insert_at(inner, rest, path, value, origin, errors);
             }
@@ -217,10 +202,7 @@ fn toml_to_json(value: &Value) -> Option<Json> {
         Value::Datetime(when) => Json::from(when.to_string()),
         Value::Array(items) => Json::Array(items.iter().map(toml_to_json).collect::<Option<_>>()?),
         Value::Table(table) => Json::Object(
-            table
-                .iter()
-                .map(|(key, value)| Some((key.clone(), toml_to_json(value)?)))
-                .collect::<Option<_>>()?,
+            table.iter().map(|(key, value)| Some((key.clone(), toml_to_json(value)?))).collect::<Option<_>>()?,
         ),
     })
 }
@@ -237,9 +219,7 @@ fn json_to_toml(value: &Json) -> Option<Value> {
         Json::String(text) => Value::String(text.clone()),
         Json::Array(items) => Value::Array(items.iter().map(json_to_toml).collect::<Option<_>>()?),
         Json::Object(map) => Value::Table(
-            map.iter()
-                .map(|(key, value)| Some((key.clone(), json_to_toml(value)?)))
-                .collect::<Option<_>>()?,
+            map.iter().map(|(key, value)| Some((key.clone(), json_to_toml(value)?))).collect::<Option<_>>()?,
         ),
     })
 }

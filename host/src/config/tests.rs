@@ -7,10 +7,7 @@ use crate::config::{Amount, CacheMode, check_served, reference};
 fn sources(text: &str) -> (tempfile::NamedTempFile, Sources) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(text.as_bytes()).unwrap();
-    let sources = Sources {
-        file: Some(file.path().to_owned()),
-        ..Sources::default()
-    };
+    let sources = Sources { file: Some(file.path().to_owned()), ..Sources::default() };
     (file, sources)
 }
 
@@ -31,29 +28,19 @@ fn errors(text: &str) -> Vec<String> {
     let name = sources.file.as_ref().unwrap().display().to_string();
     match load(&sources) {
         Ok(_) => Vec::new(),
-        Err(errors) => errors
-            .0
-            .iter()
-            .map(|error| error.to_string().replace(&name, "kvdock.toml"))
-            .collect(),
+        Err(errors) => errors.0.iter().map(|error| error.to_string().replace(&name, "kvdock.toml")).collect(),
     }
 }
 
 fn with_set(set: &[&str]) -> Result<Config, String> {
-    load(&Sources {
-        set: set.iter().map(|text| (*text).to_owned()).collect(),
-        ..Sources::default()
-    })
-    .map(|loaded| loaded.config)
-    .map_err(|errors| errors.to_string())
+    load(&Sources { set: set.iter().map(|text| (*text).to_owned()).collect(), ..Sources::default() })
+        .map(|loaded| loaded.config)
+        .map_err(|errors| errors.to_string())
 }
 
 fn with_env(env: &[(&str, &str)]) -> (Result<Config, String>, Vec<String>) {
     let env = env.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
-    match load(&Sources {
-        env,
-        ..Sources::default()
-    }) {
+    match load(&Sources { env, ..Sources::default() }) {
         Ok(loaded) => (Ok(loaded.config), loaded.warnings),
         Err(errors) => (Err(errors.to_string()), Vec::new()),
     }
@@ -79,10 +66,7 @@ fn an_unknown_key_names_the_nearest_and_its_line() {
         errors("[engine]\n\nthread = 4\n"),
         ["kvdock.toml:3: unknown key engine.thread; did you mean engine.threads?"]
     );
-    assert_eq!(
-        errors("[servr]\nport = 1"),
-        ["kvdock.toml:2: unknown key servr.port; did you mean server.port?"]
-    );
+    assert_eq!(errors("[servr]\nport = 1"), ["kvdock.toml:2: unknown key servr.port; did you mean server.port?"]);
     assert_eq!(
         errors("zzz = 1"),
         ["kvdock.toml:1: unknown key zzz; the sections are server, model, engine, cache, storage, telemetry"]
@@ -120,12 +104,8 @@ fn broken_toml_names_the_line() {
 
 #[test]
 fn a_missing_file_is_named() {
-    let error = load(&Sources {
-        file: Some("/nonexistent/kvdock.toml".into()),
-        ..Sources::default()
-    })
-    .unwrap_err()
-    .to_string();
+    let error =
+        load(&Sources { file: Some("/nonexistent/kvdock.toml".into()), ..Sources::default() }).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/kvdock.toml: can't be read: "), "{error}");
 }
 
@@ -165,19 +145,13 @@ fn set_without_equals_or_with_an_unknown_key() {
         with_set(&["server.port"]).unwrap_err(),
         "--set: \"server.port\" has no \"=\"; write KEY=VALUE, such as server.port=8080"
     );
-    assert_eq!(
-        with_set(&["server.prt=1"]).unwrap_err(),
-        "--set: unknown key server.prt; did you mean server.port?"
-    );
+    assert_eq!(with_set(&["server.prt=1"]).unwrap_err(), "--set: unknown key server.prt; did you mean server.port?");
 }
 
 #[test]
 fn later_sources_win() {
     let (_file, mut sources) = sources("[server]\nport = 1\nhost = \"a\"\n[engine]\nthreads = 1\n");
-    sources.env = vec![
-        ("KVDOCK_SERVER__PORT".into(), "2".into()),
-        ("KVDOCK_ENGINE__THREADS".into(), "2".into()),
-    ];
+    sources.env = vec![("KVDOCK_SERVER__PORT".into(), "2".into()), ("KVDOCK_ENGINE__THREADS".into(), "2".into())];
     sources.set = vec!["server.port=3".into()];
     let config = load(&sources).unwrap().config;
     assert_eq!(config.server.port, 3);
@@ -230,7 +204,9 @@ fn a_backend_has_host_keys_and_its_own() {
 fn a_backends_host_keys_are_checked() {
     assert_eq!(
         errors("[storage.file]\nwrite_policy = \"never\"\n"),
-        ["kvdock.toml:2: storage.file.write_policy = \"never\": takes \"write_through\", \"write_through_selective\" or \"write_back\""]
+        [
+            "kvdock.toml:2: storage.file.write_policy = \"never\": takes \"write_through\", \"write_through_selective\" or \"write_back\""
+        ]
     );
     assert_eq!(
         errors("[storage.file.timeout]\nx = 2\n"),

@@ -64,52 +64,31 @@ impl Kind {
     pub(crate) fn check(&self, value: &Value) -> Result<Value, String> {
         let refused = || self.describe();
         match (self, value) {
-            (Self::Text | Self::Secret, Value::String(_)) | (Self::Bool, Value::Boolean(_)) => {
-                Ok(value.clone())
-            }
-            (Self::Int(low, high) | Self::IntOrAuto(low, high), Value::Integer(n))
-                if (low..=high).contains(&n) =>
-            {
+            (Self::Text | Self::Secret, Value::String(_)) | (Self::Bool, Value::Boolean(_)) => Ok(value.clone()),
+            (Self::Int(low, high) | Self::IntOrAuto(low, high), Value::Integer(n)) if (low..=high).contains(&n) => {
                 Ok(value.clone())
             }
             (Self::IntOrAuto(..), Value::String(text)) if text == "auto" => Ok(value.clone()),
             (Self::Number(low, high), Value::Integer(n)) => {
                 let number = *n as f64;
-                if (*low..=*high).contains(&number) {
-                    Ok(Value::Float(number))
-                } else {
-                    Err(refused())
-                }
+                if (*low..=*high).contains(&number) { Ok(Value::Float(number)) } else { Err(refused()) }
             }
-            (Self::Number(low, high), Value::Float(number)) if (low..=high).contains(&number) => {
-                Ok(value.clone())
-            }
+            (Self::Number(low, high), Value::Float(number)) if (low..=high).contains(&number) => Ok(value.clone()),
             (Self::Size(low), Value::Integer(n)) => match u64::try_from(*n) {
                 Ok(bytes) if bytes >= *low => Ok(value.clone()),
                 _ => Err(refused()),
             },
             (Self::Size(low), Value::String(text)) => match parse_size(text) {
-                Some(bytes) if bytes >= *low => {
-                    Ok(Value::Integer(i64::try_from(bytes).map_err(|_| refused())?))
-                }
+                Some(bytes) if bytes >= *low => Ok(Value::Integer(i64::try_from(bytes).map_err(|_| refused())?)),
                 _ => Err(refused()),
             },
-            (Self::Choice(words), Value::String(text)) if words.contains(&text.as_str()) => {
+            (Self::Choice(words), Value::String(text)) if words.contains(&text.as_str()) => Ok(value.clone()),
+            (Self::TextList | Self::PathList, Value::Array(items)) if items.iter().all(Value::is_str) => {
                 Ok(value.clone())
             }
-            (Self::TextList | Self::PathList, Value::Array(items))
-                if items.iter().all(Value::is_str) =>
-            {
-                Ok(value.clone())
-            }
-            (Self::TextList, Value::String(text)) => {
-                Ok(Value::Array(vec![Value::String(text.clone())]))
-            }
+            (Self::TextList, Value::String(text)) => Ok(Value::Array(vec![Value::String(text.clone())])),
             (Self::PathList, Value::String(text)) => Ok(Value::Array(
-                text.split(':')
-                    .filter(|part| !part.is_empty())
-                    .map(|part| Value::String(part.to_owned()))
-                    .collect(),
+                text.split(':').filter(|part| !part.is_empty()).map(|part| Value::String(part.to_owned())).collect(),
             )),
             _ => Err(refused()),
         }
@@ -133,10 +112,7 @@ fn bounds(low: i64, high: i64) -> String {
 }
 
 /// The candidate nearest to `text`, when near enough that it was probably meant.
-pub(crate) fn nearest<'a>(
-    text: &str,
-    candidates: impl IntoIterator<Item = &'a str>,
-) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     candidates
         .into_iter()
         .map(|candidate| (strsim::jaro_winkler(text, candidate), candidate))
@@ -150,9 +126,7 @@ pub(crate) fn nearest<'a>(
 /// for more than 2^63 - 1 bytes.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
-    let split = text
-        .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
-        .unwrap_or(text.len());
+    let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_')).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let scale: u64 = match unit.trim() {
         "" | "B" => 1,
@@ -207,10 +181,7 @@ mod tests {
         let kind = Kind::Int(1, 3);
         assert!(kind.check(&Value::Integer(1)).is_ok());
         assert!(kind.check(&Value::Integer(3)).is_ok());
-        assert_eq!(
-            kind.check(&Value::Integer(4)).unwrap_err(),
-            "an integer from 1 to 3"
-        );
+        assert_eq!(kind.check(&Value::Integer(4)).unwrap_err(), "an integer from 1 to 3");
         assert!(kind.check(&Value::String("2".into())).is_err());
         assert!(kind.check(&Value::Float(2.0)).is_err());
     }
@@ -226,23 +197,14 @@ mod tests {
     #[test]
     fn one_text_is_a_list() {
         let list = Kind::PathList.check(&Value::String("/a::/b".into()));
-        assert_eq!(
-            list,
-            Ok(Value::Array(vec![
-                Value::String("/a".into()),
-                Value::String("/b".into())
-            ]))
-        );
+        assert_eq!(list, Ok(Value::Array(vec![Value::String("/a".into()), Value::String("/b".into())])));
         assert!(Kind::TextList.check(&Value::Integer(1)).is_err());
     }
 
     #[test]
     fn near_words_are_suggested() {
         let kind = Kind::Choice(&["lru", "lfu", "write_through"]);
-        assert_eq!(
-            kind.nearest_choice(&Value::String("write-thru".into())),
-            Some("write_through")
-        );
+        assert_eq!(kind.nearest_choice(&Value::String("write-thru".into())), Some("write_through"));
         assert_eq!(kind.nearest_choice(&Value::String("zebra".into())), None);
     }
 }

@@ -20,28 +20,20 @@ fn parse(filter: &str) -> Result<EnvFilter, String> {
     }
     // A bare word that is no level would be taken for the name of a target.
     let is_level = |word: &str| {
-        ["error", "warn", "info", "debug", "trace", "off"]
-            .iter()
-            .any(|level| level.eq_ignore_ascii_case(word))
+        ["error", "warn", "info", "debug", "trace", "off"].iter().any(|level| level.eq_ignore_ascii_case(word))
     };
-    if let Some(word) = filter
-        .split(',')
-        .map(str::trim)
-        .find(|word| !word.contains(['=', '[', ':', '_']) && !is_level(word))
+    if let Some(word) =
+        filter.split(',').map(str::trim).find(|word| !word.contains(['=', '[', ':', '_']) && !is_level(word))
     {
         return Err(format!("{word:?} is no level"));
     }
-    EnvFilter::builder()
-        .parse(filter)
-        .map_err(|error| error.to_string())
+    EnvFilter::builder().parse(filter).map_err(|error| error.to_string())
 }
 
 /// Sends the log of this process to standard error. `RUST_LOG` wins over the config when it is
 /// set and usable. Calling it again changes nothing.
 pub fn init_logs(config: &TelemetryConfig) {
-    let from_env = std::env::var("RUST_LOG")
-        .ok()
-        .filter(|text| !text.is_empty());
+    let from_env = std::env::var("RUST_LOG").ok().filter(|text| !text.is_empty());
     let (filter, complaint) = match from_env.as_deref().map(EnvFilter::try_new) {
         Some(Ok(filter)) => (filter, None),
         Some(Err(error)) => (configured(config), Some(error.to_string())),

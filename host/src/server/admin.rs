@@ -1,0 +1,3 @@
+//! The calls of the admin endpoints; see [`crate::plugin::admin`].
+
+pub use crate::plugin::admin::*;

@@ -1,0 +1,281 @@
+//! `/hicache/storage-backend`: the storage tier's controls, with SGLang's fields.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::state::{Server, unix_seconds};
+use crate::cache::{PrefetchPolicy, WritePolicy};
+use crate::plugin::admin::{AdminError, AttachMode, AttachRequest, BackendStatus, StorageAdmin, StorageStatus};
+
+/// Most time for a clear.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(60);
+
+fn admin(server: &Server) -> Result<Arc<dyn StorageAdmin>, ApiError> {
+    server.served()?.storage.clone().ok_or_else(|| {
+        ApiError::bad_request(
+            "there is no host tier to attach storage to: the server runs with cache.mode = \
+             \"device\" or cache.host_tokens = 0",
+        )
+    })
+}
+
+/// Runs something that loads, drains or deletes away from the threads that answer requests.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, AdminError> + Send + 'static,
+) -> Result<T, AdminError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => Err(AdminError::new(format!("the operation failed: {error}"))),
+    }
+}
+
+/// SGLang's two-line reply.
+fn reply(result: Result<String, AdminError>, good: &str, bad: &str) -> Response {
+    match result {
+        Ok(message) => (StatusCode::OK, format!("{good}\n{message}\n")).into_response(),
+        Err(error) => (StatusCode::BAD_REQUEST, format!("{bad}\n{error}\n")).into_response(),
+    }
+}
+
+/// `GET`: what is attached.
+pub(super) fn show(server: &Server) -> Result<Response, ApiError> {
+    let served = server.served()?;
+    let status = match &served.storage {
+        Some(storage) => storage.status(),
+        None => StorageStatus::default(),
+    };
+    Ok(Json(status_json(&status)).into_response())
+}
+
+fn status_json(status: &StorageStatus) -> Value {
+    let first = status.backends.iter().find(|backend| backend.state.serves());
+    let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+    let attached = first.is_some();
+    let config = first.map(|backend| Value::Object(backend.config.clone()).to_string());
+    let backends: Vec<_> = status.backends.iter().map(backend_json).collect();
+    json!({
+        "hicache_storage_backend": first.map(|backend| backend.name.as_str()),
+        "hicache_storage_backend_extra_config": config,
+        "hicache_storage_prefetch_policy":
+            attached.then(|| text(&status.prefetch_policy)).flatten(),
+        "hicache_write_policy": attached.then(|| text(&status.write_policy)).flatten(),
+        "backends": backends,
+    })
+}
+
+fn backend_json(backend: &BackendStatus) -> Value {
+    json!({
+        "name": backend.name,
+        "plugin": backend.plugin,
+        "version": backend.version,
+        "sha256": backend.sha256,
+        "state": backend.state.as_str(),
+        "since": unix_seconds(backend.since),
+        "reason": (!backend.reason.is_empty()).then_some(&backend.reason),
+        "in_flight": backend.in_flight,
+        "quarantined_pages": backend.quarantined_pages,
+    })
+}
+
+/// `PUT`: attaches or replaces.
+pub(super) async fn attach(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
+    let admin = admin(&server)?;
+    let request = read_attach(fields, &server)?;
+    let result = blocking(move || admin.attach(request)).await;
+    Ok(reply(result, "HiCache storage backend attached.", "Failed to attach HiCache storage backend."))
+}
+
+fn read_attach(mut fields: Fields, server: &Server) -> Result<AttachRequest, ApiError> {
+    let backend = match fields.text("hicache_storage_backend")? {
+        Some(name) => name,
+        None => return Err(ApiError::field("hicache_storage_backend", "is missing")),
+    };
+    let plain = |name: &str| {
+        !name.is_empty()
+            && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-'))
+    };
+    if !plain(&backend) {
+        let shown: String = backend.chars().take(80).collect();
+        return Err(ApiError::field(
+            "hicache_storage_backend",
+            format!(
+                "takes the name of a backend (lower-case letters, digits, \"_\", \"-\"), never a \
+                 path; found {shown:?}"
+            ),
+        ));
+    }
+    let config = read_extra_config(&mut fields)?;
+    let prefetch_policy = fields.text("hicache_storage_prefetch_policy")?;
+    if let Some(Err(error)) = prefetch_policy.as_deref().map(str::parse::<PrefetchPolicy>) {
+        return Err(ApiError::field("hicache_storage_prefetch_policy", error));
+    }
+    let write_policy = fields.text("hicache_write_policy")?;
+    if let Some(Err(error)) = write_policy.as_deref().map(str::parse::<WritePolicy>) {
+        return Err(ApiError::field("hicache_write_policy", error));
+    }
+    let mode = fields.text("kvdock_mode")?;
+    let replaced = fields.text("kvdock_backend")?;
+    let mode = match (mode.as_deref(), replaced) {
+        (Some("add"), None) => AttachMode::Add,
+        (Some("add"), Some(_)) => {
+            return Err(ApiError::field(
+                "kvdock_backend",
+                "names a backend to replace; with \"kvdock_mode\": \"add\" none is replaced",
+            ));
+        }
+        (None | Some("replace"), Some(name)) => AttachMode::Replace(name),
+        (None | Some("replace"), None) => AttachMode::ReplaceOnly,
+        (Some(other), _) => {
+            let other: String = other.chars().take(40).collect();
+            return Err(ApiError::field("kvdock_mode", format!("takes \"add\" or \"replace\"; found {other:?}")));
+        }
+    };
+    fields.finish(&[], &server.unknown)?;
+    Ok(AttachRequest { backend, config, prefetch_policy, write_policy, mode })
+}
+
+/// The backend's config: JSON in a string, as SGLang has it, or an object.
+fn read_extra_config(fields: &mut Fields) -> Result<Option<Map<String, Value>>, ApiError> {
+    const NAME: &str = "hicache_storage_backend_extra_config_json";
+    match fields.take(NAME) {
+        None => Ok(None),
+        Some(Value::Object(map)) => Ok(Some(map)),
+        Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
+        Some(Value::String(text)) if text.starts_with('@') => {
+            Err(ApiError::field(NAME, "takes JSON; files of the server are not read over HTTP"))
+        }
+        Some(Value::String(text)) => match serde_json::from_str(&text) {
+            Ok(Value::Object(map)) => Ok(Some(map)),
+            Ok(_) => Err(ApiError::field(NAME, "takes a JSON object")),
+            Err(error) => Err(ApiError::field(NAME, format!("is not valid JSON: {error}"))),
+        },
+        Some(_) => Err(ApiError::field(NAME, "takes a JSON object, also as a text")),
+    }
+}
+
+/// `DELETE`: detaches one or all.
+pub(super) async fn detach(server: Arc<Server>, backend: Option<String>, force: bool) -> Result<Response, ApiError> {
+    let admin = admin(&server)?;
+    let result = blocking(move || admin.detach(backend.as_deref(), force)).await;
+    Ok(reply(result, "HiCache storage backend detached.", "Failed to detach HiCache storage backend."))
+}
+
+/// `POST .../clear`: removes what the backends hold for this server's namespace.
+pub(super) async fn clear(server: Arc<Server>) -> Result<Response, ApiError> {
+    let admin = admin(&server)?;
+    let result = blocking(move || admin.clear(CLEAR_TIMEOUT)).await;
+    Ok(reply(
+        result,
+        "Hierarchical cache storage backend cleared.",
+        "Failed to clear hierarchical cache storage backend.",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::auth::Keys;
+    use super::*;
+    use crate::plugin::BackendState;
+    use std::time::SystemTime;
+
+    fn read(value: Value) -> Result<AttachRequest, ApiError> {
+        let server = Server::new(Keys::default(), 1);
+        read_attach(Fields::new(value.as_object().cloned().unwrap()), &server)
+    }
+
+    #[test]
+    fn sglangs_body_is_read() {
+        let request = read(json!({
+            "hicache_storage_backend": "file",
+            "hicache_storage_backend_extra_config_json": "{\"dir\": \"/x\"}",
+            "hicache_storage_prefetch_policy": "best_effort",
+            "hicache_write_policy": "write_back",
+        }))
+        .unwrap();
+        assert_eq!(request.backend, "file");
+        assert_eq!(request.config.unwrap()["dir"], "/x");
+        assert_eq!(request.mode, AttachMode::ReplaceOnly);
+    }
+
+    #[test]
+    fn modes() {
+        let mode = |value| read(value).unwrap().mode;
+        let base = json!({"hicache_storage_backend": "b", "kvdock_mode": "add"});
+        assert_eq!(mode(base), AttachMode::Add);
+        let base = json!({"hicache_storage_backend": "b", "kvdock_backend": "a"});
+        assert_eq!(mode(base), AttachMode::Replace("a".into()));
+    }
+
+    #[test]
+    fn wrong_bodies_name_the_field() {
+        for (value, param) in [
+            (json!({}), "hicache_storage_backend"),
+            (json!({"hicache_storage_backend": "/tmp/x.so"}), "hicache_storage_backend"),
+            (json!({"hicache_storage_backend": "a", "hicache_write_policy": "never"}), "hicache_write_policy"),
+            (json!({"hicache_storage_backend": "a", "kvdock_mode": "x"}), "kvdock_mode"),
+            (
+                json!({"hicache_storage_backend": "a",
+                "hicache_storage_backend_extra_config_json": "{"}),
+                "hicache_storage_backend_extra_config_json",
+            ),
+            (
+                json!({"hicache_storage_backend": "a",
+                "hicache_storage_backend_extra_config_json": "@/etc/passwd.json"}),
+                "hicache_storage_backend_extra_config_json",
+            ),
+        ] {
+            assert_eq!(read(value).unwrap_err().param.as_deref(), Some(param));
+        }
+    }
+
+    #[test]
+    fn nothing_attached_is_nulls() {
+        let json = status_json(&StorageStatus {
+            prefetch_policy: "timeout".into(),
+            write_policy: "write_through".into(),
+            backends: Vec::new(),
+        });
+        assert_eq!(
+            json,
+            json!({"hicache_storage_backend": null, "hicache_storage_backend_extra_config": null,
+                "hicache_storage_prefetch_policy": null, "hicache_write_policy": null,
+                "backends": []})
+        );
+    }
+
+    #[test]
+    fn an_attached_backend_is_shown() {
+        let json = status_json(&StorageStatus {
+            prefetch_policy: "timeout".into(),
+            write_policy: "write_through".into(),
+            backends: vec![BackendStatus {
+                name: "fast".into(),
+                plugin: "file".into(),
+                version: "0.1.0".into(),
+                sha256: "ab".into(),
+                state: BackendState::Degraded,
+                since: SystemTime::UNIX_EPOCH + Duration::from_secs(5),
+                reason: "disk full".into(),
+                in_flight: 1,
+                quarantined_pages: 2,
+                config: json!({"dir": "/x"}).as_object().cloned().unwrap(),
+            }],
+        });
+        assert_eq!(json["hicache_storage_backend"], "fast");
+        assert_eq!(json["hicache_storage_backend_extra_config"], "{\"dir\":\"/x\"}");
+        assert_eq!(json["hicache_write_policy"], "write_through");
+        assert_eq!(
+            json["backends"][0],
+            json!({"name": "fast", "plugin": "file", "version": "0.1.0", "sha256": "ab",
+                "state": "degraded", "since": 5, "reason": "disk full", "in_flight": 1,
+                "quarantined_pages": 2})
+        );
+    }
+}

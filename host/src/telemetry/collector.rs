@@ -1,0 +1,249 @@
+//! Which figure goes under which name. SGLang's names where it has one.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+
+use super::metrics::MetricSources;
+use super::write::Writer;
+use crate::cache::{CacheStats, StorageOp, StorageResult};
+use crate::engine::EngineStats;
+use crate::plugin::admin::BackendStatus;
+
+/// Reads all figures when metrics are asked for.
+pub(super) struct Figures(pub MetricSources);
+
+impl fmt::Debug for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Figures")
+    }
+}
+
+impl Collector for Figures {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut out = Writer(encoder);
+        let engine = self.0.engine.stats();
+        let cache = self.0.cache.snapshot();
+        requests(&mut out, &engine)?;
+        tokens(&mut out, &engine)?;
+        pools(&mut out, &cache, self.0.page_size)?;
+        tiers(&mut out, &cache)?;
+        prefetch(&mut out, &cache)?;
+        self.distributions(&mut out)?;
+        self.storage(&mut out)
+    }
+}
+
+fn ratio(part: u64, whole: u64) -> f64 {
+    match whole {
+        0 => 0.0,
+        whole => part as f64 / whole as f64,
+    }
+}
+
+fn requests(out: &mut Writer<'_>, engine: &EngineStats) -> fmt::Result {
+    out.gauge("sglang:num_running_reqs", "Requests in prefill or decode", engine.running as f64)?;
+    out.gauge("sglang:num_queue_reqs", "Requests waiting", engine.queued as f64)?;
+    out.gauge(
+        "sglang:gen_throughput",
+        "Tokens generated a second over the last seconds",
+        engine.generation_throughput,
+    )?;
+    out.counter("sglang:num_requests", "Requests taken", engine.requests_total)?;
+    out.counter("sglang:num_aborted_requests", "Samples aborted", engine.aborted_total)?;
+    out.counter("kvdock:rejected_requests", "Requests refused: queue full", engine.rejected_total)?;
+    out.counter("kvdock:preemptions", "Samples put back for want of pages", engine.preempted_total)?;
+    out.counter("kvdock:steps", "Forward passes", engine.steps_total)?;
+    out.counter("kvdock:failed_steps", "Forward passes that failed", engine.failed_steps_total)?;
+    out.histogram(
+        "sglang:time_to_first_token_seconds",
+        "Time from submission to the first token",
+        &engine.time_to_first_token,
+    )?;
+    out.histogram(
+        "sglang:inter_token_latency_seconds",
+        "Time between tokens of a sample",
+        &engine.inter_token_latency,
+    )?;
+    out.histogram("sglang:e2e_request_latency_seconds", "Time from submission to the end", &engine.e2e_latency)?;
+    out.histogram("sglang:queue_time_seconds", "Time from submission to the first forward pass", &engine.queue_time)
+}
+
+fn tokens(out: &mut Writer<'_>, engine: &EngineStats) -> fmt::Result {
+    let cached = [
+        ("device", engine.cached_device_total),
+        ("host", engine.cached_host_total),
+        ("storage", engine.cached_storage_total),
+    ];
+    let all: u64 = cached.iter().map(|(_, tokens)| tokens).sum();
+    let labelled = cached.map(|(tier, tokens)| ([("cache_source", tier)], tokens));
+    let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
+    out.counters("sglang:cached_tokens", "Prompt tokens reused, by tier", &series)?;
+    out.gauge(
+        "sglang:cache_hit_rate",
+        "Part of all prompt tokens that was reused",
+        ratio(all, engine.prompt_tokens_total),
+    )?;
+    out.counter("sglang:prompt_tokens", "Prompt tokens", engine.prompt_tokens_total)?;
+    out.counter("sglang:generation_tokens", "Tokens generated", engine.generation_tokens_total)?;
+    out.histogram("sglang:prompt_tokens_histogram", "Prompt lengths", &engine.prompt_lengths)?;
+    out.histogram("sglang:generation_tokens_histogram", "Completion lengths", &engine.completion_lengths)
+}
+
+fn pools(out: &mut Writer<'_>, cache: &CacheStats, page_size: u32) -> fmt::Result {
+    let total = cache.device_total_tokens;
+    let free = total.saturating_sub(cache.device_used_tokens);
+    // As in SGLang, tokens that could be evicted at any time are not in use.
+    let used = cache.device_used_tokens.saturating_sub(cache.device_evictable_tokens);
+    out.gauge("sglang:max_total_num_tokens", "Tokens the device pool holds", total as f64)?;
+    out.gauge("sglang:num_used_tokens", "Device tokens that requests hold", used as f64)?;
+    out.gauge("sglang:token_usage", "Part of the device pool that requests hold", ratio(used, total))?;
+    out.gauge("sglang:kv_used_tokens", "Device tokens that requests hold", used as f64)?;
+    out.gauge("sglang:kv_available_tokens", "Free device tokens", free as f64)?;
+    out.gauge(
+        "sglang:kv_evictable_tokens",
+        "Cached device tokens that no request holds",
+        cache.device_evictable_tokens as f64,
+    )?;
+    out.gauge("sglang:page_size", "Tokens a page", f64::from(page_size))?;
+    let pages = total / u64::from(page_size.max(1));
+    out.gauge("sglang:num_pages", "Pages of the device pool", pages as f64)?;
+    out.gauge("sglang:hicache_host_used_tokens", "Host tokens in use", cache.host_used_tokens as f64)?;
+    out.gauge("sglang:hicache_host_total_tokens", "Tokens the host pool holds", cache.host_total_tokens as f64)?;
+    out.gauge("kvdock:tree_nodes", "Nodes of the radix tree", cache.tree_nodes as f64)?;
+    out.gauge("kvdock:backup_pending_pages", "Host pages on their way to storage", cache.backup_pending_pages as f64)?;
+    out.gauge(
+        "kvdock:quarantined_pages",
+        "Host pages held by storage calls that are late",
+        cache.host_quarantined_pages as f64,
+    )?;
+    out.gauge("kvdock:prefetches_running", "Prefetches running", cache.prefetches_running as f64)
+}
+
+fn tiers(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
+    out.counter("sglang:evicted_tokens", "Tokens evicted from the device pool", cache.evicted_device_tokens)?;
+    out.counter("kvdock:evicted_host_tokens", "Tokens evicted from the host pool", cache.evicted_host_tokens)?;
+    let kv: &[(&'static str, &str)] = &[("pool", "kv")];
+    out.counters("sglang:load_back_tokens", "Tokens copied from host to device", &[(kv, cache.load_back_tokens)])?;
+    out.counter("sglang:load_back_bytes", "Bytes copied from host to device", cache.load_back_bytes)?;
+    out.counters(
+        "sglang:hicache_backup_tokens",
+        "Tokens copied from device to host",
+        &[(kv, cache.host_backup_tokens)],
+    )?;
+    out.counter("sglang:hicache_backup_bytes", "Bytes copied from device to host", cache.host_backup_bytes)?;
+    let pressure: &[(&'static str, &str)] = &[("reason", "host_pressure"), ("pool", "kv")];
+    let unbacked: &[(&'static str, &str)] = &[("reason", "write_through_unbacked_eviction"), ("pool", "kv")];
+    out.counters(
+        "sglang:hicache_dropped_tokens",
+        "Tokens that did not reach the host",
+        &[(pressure, cache.dropped_host_pressure_tokens), (unbacked, cache.dropped_unbacked_tokens)],
+    )?;
+    out.counter(
+        "sglang:hicache_backup_dropped_tokens",
+        "Tokens that did not reach storage",
+        cache.backup_dropped_tokens,
+    )
+}
+
+fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
+    out.counter("sglang:prefetched_tokens", "Tokens from storage to host", cache.prefetched_tokens)?;
+    out.counter("sglang:backuped_tokens", "Tokens from host to storage", cache.backuped_tokens)?;
+    out.counter("sglang:storage_prefetch_hit_tokens", "Tokens that storage said it has", cache.storage_hit_tokens)?;
+    let reasons = [
+        ("below_threshold", cache.unfulfilled_below_threshold_tokens),
+        ("host_capacity", cache.unfulfilled_host_capacity_tokens),
+        ("storage_transfer", cache.unfulfilled_storage_transfer_tokens),
+        ("deadline", cache.unfulfilled_deadline_tokens),
+    ];
+    let labelled = reasons.map(|(reason, tokens)| ([("reason", reason)], tokens));
+    let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
+    out.counters("sglang:storage_prefetch_unfulfilled_tokens", "Tokens found in storage and not used", &series)?;
+    out.counter(
+        "kvdock:prefetch_rate_limited",
+        "Prefetches not begun: host pool too full of them",
+        cache.prefetch_rate_limited,
+    )?;
+    out.counter("kvdock:prefetch_shared", "Requests that waited for another's prefetch", cache.prefetch_shared)?;
+    out.counter("kvdock:breaker_skips", "Storage calls not made: the backend keeps failing", cache.breaker_skips)?;
+    out.counter("kvdock:corrupt_pages", "Pages with wrong bytes", cache.corrupt_pages)?;
+    out.counter("kvdock:healed_pages", "Corrupt pages removed from storage", cache.healed_pages)?;
+    out.counter("kvdock:backup_retries", "Writes to storage tried again", cache.backup_retries)
+}
+
+impl Figures {
+    fn distributions(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let observer = &self.0.observer;
+        out.histogram(
+            "sglang:eviction_duration_seconds",
+            "Time of an eviction from the device pool",
+            &observer.eviction.snapshot(),
+        )?;
+        out.histogram(
+            "sglang:load_back_duration_seconds",
+            "Time of a copy from host to device",
+            &observer.load_back.snapshot(),
+        )?;
+        out.histogram(
+            "sglang:hicache_backup_duration_seconds",
+            "Time of a copy from device to host",
+            &observer.backup.snapshot(),
+        )?;
+        let by_backend = [
+            ("sglang:prefetch_pgs", "Pages in a read", observer.storage(|s| &s.read_pages)),
+            ("sglang:backup_pgs", "Pages in a write", observer.storage(|s| &s.write_pages)),
+            ("sglang:prefetch_bandwidth", "GB/s of a read", observer.storage(|s| &s.read_bandwidth)),
+            ("sglang:backup_bandwidth", "GB/s of a write", observer.storage(|s| &s.write_bandwidth)),
+        ];
+        for (name, help, snapshots) in &by_backend {
+            let labelled: Vec<_> = snapshots
+                .iter()
+                .map(|(backend, snapshot)| ([("storage_backend", backend.as_str())], snapshot))
+                .collect();
+            let series: Vec<_> = labelled.iter().map(|(l, s)| (l.as_slice(), *s)).collect();
+            out.histograms(name, help, &series)?;
+        }
+        Ok(())
+    }
+
+    fn storage(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let backends = self.0.cache.backends();
+        let mut labelled = Vec::new();
+        for (name, counters) in &backends {
+            for op in StorageOp::ALL {
+                for result in StorageResult::ALL {
+                    let labels = [("backend", name.as_str()), ("op", op.as_str()), ("result", result.as_str())];
+                    labelled.push((labels, counters.get(op, result)));
+                }
+            }
+        }
+        let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
+        out.counters("kvdock:storage_pages", "Pages by backend, call and what became of them", &series)?;
+        let Some(storage) = &self.0.storage else {
+            return Ok(());
+        };
+        backend_states(out, &storage.status().backends)
+    }
+}
+
+fn backend_states(out: &mut Writer<'_>, backends: &[BackendStatus]) -> fmt::Result {
+    let states: Vec<_> = backends
+        .iter()
+        .map(|backend| {
+            [("backend", backend.name.as_str()), ("plugin", backend.plugin.as_str()), ("state", backend.state.as_str())]
+        })
+        .collect();
+    let series: Vec<_> = states.iter().map(|labels| (labels.as_slice(), 1.0)).collect();
+    out.gauges("kvdock:storage_backend_state", "1 for the state a backend is in", &series)?;
+    let names: Vec<_> = backends.iter().map(|b| [("backend", b.name.as_str())]).collect();
+    let figures = |pick: fn(&BackendStatus) -> u64| -> Vec<_> {
+        names.iter().zip(backends).map(|(labels, backend)| (labels.as_slice(), pick(backend) as f64)).collect()
+    };
+    out.gauges("kvdock:storage_in_flight", "Operations in flight", &figures(|backend| backend.in_flight))?;
+    out.gauges(
+        "kvdock:storage_quarantined_pages",
+        "Host pages held by late calls",
+        &figures(|backend| backend.quarantined_pages),
+    )
+}
