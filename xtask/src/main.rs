@@ -27,6 +27,8 @@ struct Arguments {
 enum Command {
     /// Build kvdock, fetch a small real model, and serve it with the file plugin.
     Quickstart(quickstart::Options),
+    /// Install what the tests need, and fetch the model.
+    Setup,
     /// Install what the tests need, build the plugins, and run every test.
     Test(test::Options),
     /// Run the long versions of the soak tests.
@@ -38,6 +40,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
         Command::Quickstart(options) => quickstart::run(&options),
+        Command::Setup => test::set_up(&mut process::Stages::default()).map(|()| ExitCode::SUCCESS),
         Command::Test(options) => test::run(&options),
         Command::Soak(options) => soak::run(&options),
         Command::Bench(options) => bench::run(&options),

@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 
 use crate::process::{Stages, cargo};
-use crate::{model, setup, test};
+use crate::test;
 
 /// Options of `soak`.
 #[derive(Args)]
@@ -20,8 +20,7 @@ pub struct Options {
 
 pub fn run(options: &Options) -> Result<ExitCode> {
     let mut stages = Stages::default();
-    stages.stage("tools", || setup::ensure(&[setup::CC, setup::PIP]))?;
-    stages.stage("model", model::fetch)?;
+    test::set_up(&mut stages)?;
     stages.stage("build", test::build)?;
     let mut cargo = cargo();
     cargo.args(["test", "--release", "--no-fail-fast", "--workspace", "--lib", "--bins", "--tests", "--"]);

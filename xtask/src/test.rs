@@ -24,12 +24,18 @@ pub struct Options {
 
 pub fn run(options: &Options) -> Result<ExitCode> {
     let mut stages = Stages::default();
-    stages.stage("tools", || setup::ensure(&[setup::CC, setup::PIP]))?;
-    stages.stage("model", model::fetch)?;
+    set_up(&mut stages)?;
     stages.stage("build", build)?;
     let closing = stages.stage("test", || tests(options))?;
     closing.print(&stages);
     Ok(if closing.succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Installs what the tests need, and fetches the model.
+pub fn set_up(stages: &mut Stages) -> Result<()> {
+    stages.stage("tools", || setup::ensure(&[setup::CC, setup::PIP]))?;
+    stages.stage("model", model::fetch)?;
+    Ok(())
 }
 
 /// Builds the server, the plugins and the tests. All targets at once: cargo then picks one set of
