@@ -21,8 +21,6 @@ pub(in crate::cpu) const STEP: usize = 8;
 /// `block` points at a whole packed block of this format, `sub` at the sub-block `BLOCK_HEADER +
 /// j * SUB_BYTES` of one.
 pub(in crate::cpu) trait TileFormat: 'static {
-    /// Which format this is the packed form of.
-    const FORMAT: WeightFormat;
     /// Elements of k in a block.
     const BLOCK: usize;
     /// Elements of k in a sub-block: those that share a scale. A multiple of [`STEP`].
@@ -63,7 +61,6 @@ macro_rules! float_format {
         pub(in crate::cpu) struct $name;
 
         impl TileFormat for $name {
-            const FORMAT: WeightFormat = WeightFormat::$name;
             const BLOCK: usize = STEP;
             const SUB: usize = STEP;
             const HEADER: usize = 0;
@@ -125,7 +122,6 @@ unsafe fn from_nibbles<S: Lanes>(s: S, scales: [S::F; 2], word: *const u8) -> [S
 pub(in crate::cpu) struct Q4_0;
 
 impl TileFormat for Q4_0 {
-    const FORMAT: WeightFormat = WeightFormat::Q4_0;
     const BLOCK: usize = 32;
     const SUB: usize = 32;
     const HEADER: usize = HALVES;
@@ -152,7 +148,6 @@ impl TileFormat for Q4_0 {
 pub(in crate::cpu) struct Q4_1;
 
 impl TileFormat for Q4_1 {
-    const FORMAT: WeightFormat = WeightFormat::Q4_1;
     const BLOCK: usize = 32;
     const SUB: usize = 32;
     const HEADER: usize = 2 * HALVES;
@@ -178,7 +173,6 @@ impl TileFormat for Q4_1 {
 pub(in crate::cpu) struct Q8_0;
 
 impl TileFormat for Q8_0 {
-    const FORMAT: WeightFormat = WeightFormat::Q8_0;
     const BLOCK: usize = 32;
     const SUB: usize = 32;
     const HEADER: usize = HALVES;
@@ -222,7 +216,6 @@ unsafe fn k_scales<S: Lanes>(s: S, header: [S::F; 2], sub: *const u8) -> [S::F; 
 pub(in crate::cpu) struct Q4_K;
 
 impl TileFormat for Q4_K {
-    const FORMAT: WeightFormat = WeightFormat::Q4_K;
     const BLOCK: usize = 256;
     const SUB: usize = 32;
     const HEADER: usize = 2 * HALVES;
@@ -250,7 +243,6 @@ impl TileFormat for Q4_K {
 pub(in crate::cpu) struct Q5_K;
 
 impl TileFormat for Q5_K {
-    const FORMAT: WeightFormat = WeightFormat::Q5_K;
     const BLOCK: usize = 256;
     const SUB: usize = 32;
     const HEADER: usize = 2 * HALVES;
@@ -290,7 +282,6 @@ impl TileFormat for Q5_K {
 pub(in crate::cpu) struct Q6_K;
 
 impl TileFormat for Q6_K {
-    const FORMAT: WeightFormat = WeightFormat::Q6_K;
     const BLOCK: usize = 256;
     const SUB: usize = 16;
     const HEADER: usize = HALVES;

@@ -1,0 +1,276 @@
+//! The inner loops of attention, on f32 blocks.
+
+use std::ops::Range;
+
+use super::BLOCK;
+use crate::cpu::math::exp;
+use crate::cpu::simd::{LANES, Lanes};
+
+/// Vectors of a block.
+const VECTORS: usize = BLOCK / LANES;
+
+/// Queries that a kernel holds in registers.
+const GROUP: usize = 6;
+
+/// Calls a kernel with its const parameter for 1 to 6 queries.
+macro_rules! with_count {
+    ($count:expr, $N:ident => $body:expr) => {
+        match $count {
+            6 => {
+                const $N: usize = 6;
+                $body
+            }
+            5 => {
+                const $N: usize = 5;
+                $body
+            }
+            4 => {
+                const $N: usize = 4;
+                $body
+            }
+            3 => {
+                const $N: usize = 3;
+                $body
+            }
+            2 => {
+                const $N: usize = 2;
+                $body
+            }
+            _ => {
+                const $N: usize = 1;
+                $body
+            }
+        }
+    };
+}
+
+/// `out[query][j] = sum over d of q[query][d] * keys[d][j]`.
+#[inline(always)]
+pub(super) fn scores<S: Lanes>(s: S, keys: &[f32], q: &[f32], dk: usize, queries: usize, out: &mut [f32]) {
+    assert!(keys.len() >= dk * BLOCK && q.len() >= queries * dk && out.len() >= queries * BLOCK);
+    let mut query = 0;
+    while query < queries {
+        let count = GROUP.min(queries - query);
+        // SAFETY: `count` queries from `query` on exist in `q` and `out`, and the keys are whole.
+        unsafe {
+            let q = q.as_ptr().add(query * dk);
+            let out = out.as_mut_ptr().add(query * BLOCK);
+            with_count!(count, N => if S::WIDE {
+                score_columns::<S, N, VECTORS>(s, keys.as_ptr(), q, dk, out);
+            } else {
+                for v in 0..VECTORS {
+                    let keys = keys.as_ptr().add(v * LANES);
+                    score_columns::<S, N, 1>(s, keys, q, dk, out.add(v * LANES));
+                }
+            });
+        }
+        query += count;
+    }
+}
+
+/// Scores of N queries with `16 * V` keys.
+///
+/// # Safety
+/// `keys` holds `dk` rows (BLOCK apart) of `16 * V` floats, `q` N rows of `dk`, `out` N rows
+/// (BLOCK apart) of `16 * V`.
+#[inline(always)]
+unsafe fn score_columns<S: Lanes, const N: usize, const V: usize>(
+    s: S,
+    keys: *const f32,
+    q: *const f32,
+    dk: usize,
+    out: *mut f32,
+) {
+    let mut sums = [[s.splat(0.0); V]; N];
+    // SAFETY: all within what the caller promises.
+    unsafe {
+        for d in 0..dk {
+            let mut k = [s.splat(0.0); V];
+            for v in 0..V {
+                k[v] = s.load(keys.add(d * BLOCK + v * LANES));
+            }
+            for n in 0..N {
+                let q = s.splat(*q.add(n * dk + d));
+                for v in 0..V {
+                    sums[n][v] = s.fma(q, k[v], sums[n][v]);
+                }
+            }
+        }
+        for n in 0..N {
+            for v in 0..V {
+                s.store(out.add(n * BLOCK + v * LANES), sums[n][v]);
+            }
+        }
+    }
+}
+
+/// Makes weights of a query's scores over a block: `exp(score - max)` where seen, zero elsewhere.
+/// Brings `max` and `denominator` up to date and returns the factor on the sums so far. `seen`
+/// is not empty.
+#[inline(always)]
+pub(super) fn softmax<S: Lanes>(
+    s: S,
+    scores: &mut [f32],
+    seen: Range<usize>,
+    max: &mut f32,
+    denominator: &mut f32,
+) -> f32 {
+    assert!(scores.len() >= BLOCK);
+    let lowest = s.splat(f32::NEG_INFINITY);
+    let zero = s.splat(0.0);
+    let mut v = [lowest; VECTORS];
+    for (i, v) in v.iter_mut().enumerate() {
+        // SAFETY: the scores are a whole block.
+        let x = unsafe { s.load(scores.as_ptr().add(i * LANES)) };
+        *v = only(s, seen.clone(), i, x, lowest);
+    }
+    let pairs = [s.max(v[0], v[1]), s.max(v[2], v[3])];
+    let greatest = s.greatest(s.max(pairs[0], pairs[1]));
+    let new = if greatest > *max { greatest } else { *max };
+    let factor = s.to_array(exp(s, s.splat(*max - new)))[0];
+    for (i, v) in v.iter_mut().enumerate() {
+        let p = exp(s, s.sub(*v, s.splat(new)));
+        *v = only(s, seen.clone(), i, p, zero);
+        // SAFETY: as above.
+        unsafe { s.store(scores.as_mut_ptr().add(i * LANES), *v) };
+    }
+    let sum = s.sum(s.add(s.add(v[0], v[1]), s.add(v[2], v[3])));
+    *max = new;
+    *denominator = *denominator * factor + sum;
+    factor
+}
+
+/// Lanes of vector `i` of a block whose place in the block is in `seen` from `x`, others from
+/// `other`.
+#[inline(always)]
+fn only<S: Lanes>(s: S, seen: Range<usize>, i: usize, x: S::F, other: S::F) -> S::F {
+    let from = i * LANES;
+    if seen.start <= from && from + LANES <= seen.end {
+        return x;
+    }
+    let x = s.first(seen.end.saturating_sub(from), x, other);
+    s.first(seen.start.saturating_sub(from), other, x)
+}
+
+/// `sums[query] = sums[query] * factors[query] + sum over j in seen of weights[query][j] *
+/// values[j]`.
+#[inline(always)]
+pub(super) fn add_values<S: Lanes>(
+    s: S,
+    values: &[f32],
+    dv: usize,
+    seen: Range<usize>,
+    weights: &[f32],
+    factors: &[f32],
+    sums: &mut [f32],
+) {
+    let queries = factors.len();
+    assert!(dv.is_multiple_of(LANES) && seen.end <= BLOCK && values.len() >= BLOCK * dv);
+    assert!(weights.len() >= queries * BLOCK && sums.len() >= queries * dv);
+    let mut query = 0;
+    while query < queries {
+        let count = GROUP.min(queries - query);
+        let mut d = 0;
+        while d < dv {
+            // SAFETY: `count` queries from `query` on exist in weights, factors and sums; the
+            // columns `d..` taken at once end within `dv`.
+            unsafe {
+                let values = values.as_ptr().add(d);
+                let weights = weights.as_ptr().add(query * BLOCK);
+                let factors = factors.as_ptr().add(query);
+                let sums = sums.as_mut_ptr().add(query * dv + d);
+                if S::WIDE && dv - d >= 4 * LANES {
+                    with_count!(count, N => add_columns::<S, N, 4>(
+                        s, values, dv, seen.clone(), weights, factors, sums,
+                    ));
+                    d += 4 * LANES;
+                } else {
+                    with_count!(count, N => add_columns::<S, N, 1>(
+                        s, values, dv, seen.clone(), weights, factors, sums,
+                    ));
+                    d += LANES;
+                }
+            }
+        }
+        query += count;
+    }
+}
+
+/// [`add_values`] for N queries and `16 * V` columns.
+///
+/// # Safety
+/// `values` has rows `seen` (`dv` apart) of `16 * V` floats, `weights` N rows of BLOCK, `factors`
+/// N floats, `sums` N rows (`dv` apart) of `16 * V`.
+#[inline(always)]
+unsafe fn add_columns<S: Lanes, const N: usize, const V: usize>(
+    s: S,
+    values: *const f32,
+    dv: usize,
+    seen: Range<usize>,
+    weights: *const f32,
+    factors: *const f32,
+    sums: *mut f32,
+) {
+    // SAFETY: all within what the caller promises.
+    unsafe {
+        let mut acc = [[s.splat(0.0); V]; N];
+        for n in 0..N {
+            let factor = s.splat(*factors.add(n));
+            for v in 0..V {
+                acc[n][v] = s.mul(s.load(sums.add(n * dv + v * LANES)), factor);
+            }
+        }
+        for j in seen {
+            let mut x = [s.splat(0.0); V];
+            for v in 0..V {
+                x[v] = s.load(values.add(j * dv + v * LANES));
+            }
+            for n in 0..N {
+                let p = s.splat(*weights.add(n * BLOCK + j));
+                for v in 0..V {
+                    acc[n][v] = s.fma(p, x[v], acc[n][v]);
+                }
+            }
+        }
+        for n in 0..N {
+            for v in 0..V {
+                s.store(sums.add(n * dv + v * LANES), acc[n][v]);
+            }
+        }
+    }
+}
+
+/// Merges the state of a later split (`one`: max, denominator, values) into a query's state.
+#[inline(always)]
+pub(super) fn merge<S: Lanes>(s: S, max: &mut f32, denominator: &mut f32, values: &mut [f32], one: (f32, f32, &[f32])) {
+    let (one_max, one_denominator, one_values) = one;
+    assert!(one_values.len() >= values.len() && values.len().is_multiple_of(LANES));
+    let new = if one_max > *max { one_max } else { *max };
+    let factor = exp(s, s.splat(*max - new));
+    let one_factor = exp(s, s.splat(one_max - new));
+    let mut i = 0;
+    while i < values.len() {
+        // SAFETY: both are whole vectors of at least `values.len()` floats.
+        unsafe {
+            let p = values.as_mut_ptr().add(i);
+            let old = s.mul(s.load(p), factor);
+            s.store(p, s.fma(s.load(one_values.as_ptr().add(i)), one_factor, old));
+        }
+        i += LANES;
+    }
+    let old = s.mul(s.splat(*denominator), factor);
+    *denominator = s.to_array(s.fma(s.splat(one_denominator), one_factor, old))[0];
+    *max = new;
+}
+
+/// `out = values / denominator`, without the padding.
+#[inline(always)]
+pub(super) fn divide<S: Lanes>(s: S, values: &[f32], denominator: f32, out: &mut [f32]) {
+    assert!(values.len().is_multiple_of(LANES) && values.len() >= out.len());
+    let denominator = s.splat(denominator);
+    for (values, out) in values.chunks_exact(LANES).zip(out.chunks_mut(LANES)) {
+        // SAFETY: the chunk has 16 floats.
+        let x = s.div(unsafe { s.load(values.as_ptr()) }, denominator);
+        out.copy_from_slice(&s.to_array(x)[..out.len()]);
+    }
+}

@@ -1,0 +1,310 @@
+//! The CPU's KV pool.
+//!
+//! Values lie `[layer][page][head][token][d]`. Keys lie `[layer][page][head][token / 16][d][16]`,
+//! so that attention reads one element of 16 keys at once; if a page is no multiple of 16 tokens,
+//! they lie like values, and attention gathers. Results do not depend on which.
+
+use std::any::Any;
+
+use half::{bf16, f16};
+use parking_lot::RwLock;
+
+use super::memory::Region;
+use super::simd::{LANES, Lanes};
+use crate::error::KernelError;
+use crate::kv::{HostPage, KvDtype, KvPool, KvSpec};
+
+/// An element type of the pool.
+pub(super) trait KvElement: Copy + Send + Sync + 'static {
+    fn from_f32(x: f32) -> Self;
+    fn to_f32(self) -> f32;
+    /// # Safety
+    /// 16 elements at `p` are readable.
+    unsafe fn load<S: Lanes>(s: S, p: *const Self) -> S::F;
+}
+
+macro_rules! kv_element {
+    ($name:ident, $from:expr, $to:expr, $load:ident, $raw:ty) => {
+        impl KvElement for $name {
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $from(x)
+            }
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $to(self)
+            }
+            #[inline(always)]
+            unsafe fn load<S: Lanes>(s: S, p: *const Self) -> S::F {
+                // SAFETY: the caller promises 16 elements; both types have the same layout.
+                unsafe { s.$load(p.cast::<$raw>()) }
+            }
+        }
+    };
+}
+
+kv_element!(f16, f16::from_f32, f16::to_f32, load_f16, u16);
+kv_element!(bf16, bf16::from_f32, bf16::to_f32, load_bf16, u16);
+kv_element!(f32, std::convert::identity, std::convert::identity, load, f32);
+
+/// Calls `$body` with the type `$E` bound to the [`KvElement`] of `$dtype`.
+macro_rules! with_kv_element {
+    ($dtype:expr, $E:ident => $body:expr) => {
+        match $dtype {
+            $crate::kv::KvDtype::F16 => {
+                type $E = half::f16;
+                $body
+            }
+            $crate::kv::KvDtype::BF16 => {
+                type $E = half::bf16;
+                $body
+            }
+            $crate::kv::KvDtype::F32 => {
+                type $E = f32;
+                $body
+            }
+        }
+    };
+}
+pub(super) use with_kv_element;
+
+/// Keys and values in memory of this process.
+pub(super) struct CpuKvPool {
+    spec: KvSpec,
+    keys: Region,
+    values: Region,
+    /// Held for writing while new keys and values are written, for reading while attention
+    /// reads, so that operations called from several threads cannot race. Copies of pages do
+    /// not take it; their callers promise to keep to pages that no operation touches.
+    pub(super) in_use: RwLock<()>,
+}
+
+impl CpuKvPool {
+    pub(super) fn new(spec: KvSpec) -> Result<Self, KernelError> {
+        let refuse = |what, reason: String| Err(KernelError::Parameter { what, reason });
+        if !(1..=256).contains(&spec.page_tokens) {
+            return refuse("page_tokens", format!("{} is not within 1 to 256", spec.page_tokens));
+        }
+        for (what, n) in [
+            ("layers", spec.layers),
+            ("kv_heads", spec.kv_heads),
+            ("head_dim_k", spec.head_dim_k),
+            ("head_dim_v", spec.head_dim_v),
+            ("pages", spec.pages),
+        ] {
+            if n == 0 {
+                return refuse(what, "must be at least 1".into());
+            }
+        }
+        if u32::try_from(spec.pages).is_err() {
+            return refuse("pages", format!("{} is more than 32 bits can number", spec.pages));
+        }
+        let bytes = |dim: usize| {
+            [spec.layers, spec.pages, spec.kv_heads, spec.page_tokens, dim]
+                .iter()
+                .try_fold(spec.dtype.bytes(), |a, b| a.checked_mul(*b))
+                .filter(|n| isize::try_from(*n).is_ok())
+                .ok_or_else(|| KernelError::Memory {
+                    what: "a KV pool",
+                    bytes: usize::MAX,
+                    reason: format!("the size of {spec:?} overflows"),
+                })
+        };
+        Ok(Self {
+            spec,
+            keys: Region::zeroed(bytes(spec.head_dim_k)?, "the keys of a KV pool")?,
+            values: Region::zeroed(bytes(spec.head_dim_v)?, "the values of a KV pool")?,
+            in_use: RwLock::new(()),
+        })
+    }
+
+    /// Whether keys lie in groups of 16 tokens.
+    pub(super) fn keys_in_groups(&self) -> bool {
+        self.spec.page_tokens.is_multiple_of(LANES)
+    }
+
+    fn block(&self, layer: usize, page: u32, head: usize) -> usize {
+        (layer * self.spec.pages + page as usize) * self.spec.kv_heads + head
+    }
+
+    /// First key element of a head of a page. E is the pool's element type; indices are in range.
+    pub(super) fn keys<E: KvElement>(&self, layer: usize, page: u32, head: usize) -> *mut E {
+        let elements = self.spec.page_tokens * self.spec.head_dim_k;
+        let at = self.block(layer, page, head) * elements;
+        debug_assert!((at + elements) * size_of::<E>() <= self.keys.len());
+        self.keys.as_ptr().cast::<E>().wrapping_add(at)
+    }
+
+    /// First value element of a head of a page. E is the pool's element type; indices are in
+    /// range.
+    pub(super) fn values<E: KvElement>(&self, layer: usize, page: u32, head: usize) -> *mut E {
+        let elements = self.spec.page_tokens * self.spec.head_dim_v;
+        let at = self.block(layer, page, head) * elements;
+        debug_assert!((at + elements) * size_of::<E>() <= self.values.len());
+        self.values.as_ptr().cast::<E>().wrapping_add(at)
+    }
+
+    /// Rounds one token's key and value of one head and stores them.
+    ///
+    /// # Safety
+    ///
+    /// E is the pool's element type, layer, page, head and token (within the page) are in
+    /// range, `k` and `v` are a head long, and nothing else uses this token's memory meanwhile.
+    pub(super) unsafe fn put<E: KvElement>(
+        &self,
+        layer: usize,
+        page: u32,
+        head: usize,
+        token: usize,
+        k: &[f32],
+        v: &[f32],
+    ) {
+        let (dk, dv) = (self.spec.head_dim_k, self.spec.head_dim_v);
+        let keys = self.keys::<E>(layer, page, head);
+        let values = self.values::<E>(layer, page, head);
+        // SAFETY: all offsets are within the page's block of the head.
+        unsafe {
+            if self.keys_in_groups() {
+                let first = keys.add(token / LANES * LANES * dk + token % LANES);
+                for (d, x) in k.iter().enumerate() {
+                    *first.add(d * LANES) = E::from_f32(*x);
+                }
+            } else {
+                for (d, x) in k.iter().enumerate() {
+                    *keys.add(token * dk + d) = E::from_f32(*x);
+                }
+            }
+            for (d, x) in v.iter().enumerate() {
+                *values.add(token * dv + d) = E::from_f32(*x);
+            }
+        }
+    }
+
+    fn check(&self, op: &'static str, page: u32, layer: usize) -> Result<(), KernelError> {
+        if page as usize >= self.spec.pages {
+            let reason = format!("page {page}, but the pool has {}", self.spec.pages);
+            return Err(KernelError::Page { op, reason });
+        }
+        if layer >= self.spec.layers {
+            let reason = format!("layer {layer}, but the pool has {}", self.spec.layers);
+            return Err(KernelError::Page { op, reason });
+        }
+        Ok(())
+    }
+
+    /// Copies a layer of a page, out of the pool or into it.
+    ///
+    /// # Safety
+    ///
+    /// As `copy_layer_out` or `copy_layer_in`; page and layer are in range; `W` is as large as an
+    /// element.
+    unsafe fn copy<W: Copy, const OUT: bool>(&self, page: u32, layer: usize, host: &HostPage) {
+        let KvSpec { head_dim_k: dk, head_dim_v: dv, page_tokens, .. } = self.spec;
+        for head in 0..self.spec.kv_heads {
+            let block = self.block(layer, page, head);
+            let keys = self.keys.as_ptr().cast::<W>().wrapping_add(block * page_tokens * dk);
+            let values = self.values.as_ptr().cast::<W>().wrapping_add(block * page_tokens * dv);
+            // SAFETY: pool addresses lie within the page; host addresses are those that the
+            // caller vouches for.
+            unsafe {
+                let host_k = host.k.add(layer * host.k_layer_stride + head * host.k_head_stride);
+                let host_v = host.v.add(layer * host.v_layer_stride + head * host.v_head_stride);
+                if self.keys_in_groups() {
+                    for first in (0..page_tokens).step_by(LANES) {
+                        let group = keys.add(first * dk);
+                        let rows = host_k.add(first * host.k_token_stride);
+                        copy_group::<W, OUT>(group, dk, rows, host.k_token_stride);
+                    }
+                } else {
+                    copy_rows::<W, OUT>(keys, page_tokens, dk, host_k, host.k_token_stride);
+                }
+                copy_rows::<W, OUT>(values, page_tokens, dv, host_v, host.v_token_stride);
+            }
+        }
+    }
+}
+
+/// Copies `tokens` rows of `dim` elements that lie in a row in the pool.
+///
+/// # Safety
+/// Both sides are valid as far as the strides reach.
+unsafe fn copy_rows<W: Copy, const OUT: bool>(pool: *mut W, tokens: usize, dim: usize, host: *mut u8, stride: usize) {
+    let row_bytes = dim * size_of::<W>();
+    // SAFETY: as promised; copies of bytes need no alignment. Pool and host do not overlap, as
+    // the pool's memory is its own.
+    unsafe {
+        let (rows, bytes) = if stride == row_bytes { (1, tokens * row_bytes) } else { (tokens, row_bytes) };
+        for row in 0..rows {
+            let pool = pool.cast::<u8>().add(row * row_bytes);
+            let host = host.add(row * stride);
+            if OUT {
+                std::ptr::copy_nonoverlapping(pool, host, bytes);
+            } else {
+                std::ptr::copy_nonoverlapping(host, pool, bytes);
+            }
+        }
+    }
+}
+
+/// Copies 16 keys between a group `[dim][16]` of the pool and 16 rows of the host.
+///
+/// # Safety
+/// As [`copy_rows`].
+unsafe fn copy_group<W: Copy, const OUT: bool>(group: *mut W, dim: usize, host: *mut u8, stride: usize) {
+    /// Elements of a row handled at once, so that both sides stay within a few cache lines.
+    const AT_ONCE: usize = 16;
+    let mut d = 0;
+    while d < dim {
+        let n = AT_ONCE.min(dim - d);
+        // SAFETY: elements `d..d + n` of 16 rows, on both sides; the host side may be unaligned.
+        unsafe {
+            let group = group.add(d * LANES);
+            for token in 0..LANES {
+                let row = host.add(token * stride).cast::<W>().add(d);
+                for i in 0..n {
+                    let element = group.add(i * LANES + token);
+                    if OUT {
+                        row.add(i).write_unaligned(*element);
+                    } else {
+                        *element = row.add(i).read_unaligned();
+                    }
+                }
+            }
+        }
+        d += n;
+    }
+}
+
+impl KvPool for CpuKvPool {
+    fn spec(&self) -> &KvSpec {
+        &self.spec
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    unsafe fn copy_layer_out(&self, page: u32, layer: usize, dst: &HostPage) -> Result<(), KernelError> {
+        self.check("copy_layer_out", page, layer)?;
+        // SAFETY: in range; the rest is the caller's promise. Only the size of an element counts.
+        unsafe {
+            match self.spec.dtype {
+                KvDtype::F16 | KvDtype::BF16 => self.copy::<u16, true>(page, layer, dst),
+                KvDtype::F32 => self.copy::<u32, true>(page, layer, dst),
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn copy_layer_in(&self, page: u32, layer: usize, src: &HostPage) -> Result<(), KernelError> {
+        self.check("copy_layer_in", page, layer)?;
+        // SAFETY: as above.
+        unsafe {
+            match self.spec.dtype {
+                KvDtype::F16 | KvDtype::BF16 => self.copy::<u16, false>(page, layer, src),
+                KvDtype::F32 => self.copy::<u32, false>(page, layer, src),
+            }
+        }
+        Ok(())
+    }
+}
