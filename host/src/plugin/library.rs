@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use kvdock_plugin_api::v0_1::{self, BackendTable, EntryFn};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
-use object::read::elf::{Dyn, ElfFile64, FileHeader, ProgramHeader};
+use object::read::elf::{Dyn, ElfFile64, ProgramHeader};
 use object::{Endianness, elf};
 use sha2::{Digest, Sha256};
 
@@ -33,6 +33,14 @@ impl Library {
     /// The table of ABI version 0.1.
     pub fn table(&self) -> &'static BackendTable {
         self.table
+    }
+}
+
+#[cfg(test)]
+impl Library {
+    /// A library that is part of this program, for tests of what is built on it.
+    pub(super) fn built_in(info: PluginInfo, table: &'static BackendTable) -> Arc<Library> {
+        Arc::new(Library { info, table })
     }
 }
 

@@ -14,6 +14,8 @@ mod host_table;
 pub mod identity;
 pub mod inspect;
 pub mod instance;
+#[cfg(test)]
+mod instance_tests;
 pub mod library;
 pub mod manager;
 pub mod open;

@@ -1,0 +1,411 @@
+//! An instance against a backend that hangs, panics, errs and answers half.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use kvdock_plugin_api as api;
+use kvdock_plugin_api::note::NoteSource;
+use kvdock_plugin_api::v0_1::{BackendTable, Stats};
+
+use super::backend::*;
+use super::call::RawInstance;
+use super::host_table::{HOST_TABLE, HostContext};
+use super::inspect::{Note, NoteCapabilities, PluginInfo};
+use super::instance::{Instance, Parts, next_generation};
+use super::library::Library;
+use super::pool_desc::OwnedPoolDesc;
+use super::state::{BackendState, StateCell};
+
+/// What the backend does in its next data calls.
+#[derive(Clone, Copy, PartialEq)]
+enum Mood {
+    Good,
+    Hang,
+    Panic,
+    Err,
+    Silent,
+}
+
+/// The controls of one test's backend, found through the name of its instance.
+struct Knobs {
+    mood: Mutex<Mood>,
+    release: AtomicBool,
+    running: AtomicUsize,
+    closed: AtomicUsize,
+    saw_cancel: AtomicBool,
+}
+
+fn knobs(name: &str) -> Arc<Knobs> {
+    static ALL: OnceLock<Mutex<std::collections::HashMap<String, Arc<Knobs>>>> = OnceLock::new();
+    let mut all = ALL.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let new = || {
+        Arc::new(Knobs {
+            mood: Mutex::new(Mood::Good),
+            release: AtomicBool::new(false),
+            running: AtomicUsize::new(0),
+            closed: AtomicUsize::new(0),
+            saw_cancel: AtomicBool::new(false),
+        })
+    };
+    all.entry(name.to_owned()).or_insert_with(new).clone()
+}
+
+struct Moody(Arc<Knobs>);
+
+impl Moody {
+    fn act(&self, call: &api::Call<'_>) -> api::Result<Mood> {
+        let mood = *self.0.mood.lock().unwrap();
+        self.0.running.fetch_add(1, Ordering::SeqCst);
+        let result = match mood {
+            Mood::Hang => {
+                while !self.0.release.load(Ordering::SeqCst) {
+                    if call.is_cancelled() {
+                        self.0.saw_cancel.store(true, Ordering::SeqCst);
+                    }
+                    thread::sleep(Duration::from_millis(1));
+                }
+                Ok(mood)
+            }
+            Mood::Panic => {
+                self.0.running.fetch_sub(1, Ordering::SeqCst);
+                panic!("moody on purpose");
+            }
+            Mood::Err => Err(api::Error::new(ErrorKind::NoSpace, "the shelf is full").retryable()),
+            Mood::Good | Mood::Silent => Ok(mood),
+        };
+        self.0.running.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+}
+
+impl api::Backend for Moody {
+    type Linker = api::NoLinker<Self>;
+    fn open(open: &api::Open<'_>) -> api::Result<Self> {
+        Ok(Moody(knobs(open.instance_name())))
+    }
+    fn batch_exists(&self, exists: &mut api::Exists<'_>) -> api::Result<()> {
+        if self.act(&exists.call().clone())? == Mood::Good {
+            exists.set(0, 0, PageStatus::Ok);
+        }
+        Ok(())
+    }
+    fn batch_get(&self, batch: api::Batch<'_, api::Get>) -> api::Result<()> {
+        let mood = self.act(batch.call())?;
+        for (index, page) in batch.into_pages().enumerate() {
+            match (mood, index % 2) {
+                (Mood::Silent, _) => {}
+                (_, 0) => page.finish(PageStatus::Ok),
+                _ => page.finish(PageStatus::Missing),
+            }
+        }
+        Ok(())
+    }
+    fn batch_set(&self, batch: api::Batch<'_, api::Set>) -> api::Result<()> {
+        self.act(batch.call())?;
+        batch.into_pages().for_each(|page| page.finish(PageStatus::Ok));
+        Ok(())
+    }
+    fn stats(&self, _: &api::Call<'_>) -> api::Result<Stats> {
+        Ok(Stats { pages: 7, bytes_used: 1, bytes_total: 2, failures: 3, get_mean_ns: 0, set_mean_ns: 0 })
+    }
+    fn close(&self, _: &api::Call<'_>) -> api::Result<()> {
+        self.0.closed.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+const SOURCE: NoteSource = NoteSource {
+    name: "moody",
+    version: "0.0.1",
+    license: "Apache-2.0",
+    description: "for tests",
+    panic_abort: false,
+    capabilities: api::Capabilities::NONE,
+    config_schema: "{}",
+    check_config: "{}",
+};
+
+unsafe extern "C" fn open_moody(
+    args: *const api::v0_1::OpenArgs,
+    out: *mut *mut std::ffi::c_void,
+    error: *mut api::v0_1::ErrorOut,
+) -> api::v0_1::Status {
+    // SAFETY: called by the rules of the boundary.
+    unsafe { api::export::open::<Moody>(SOURCE.capabilities, args, out, error) }
+}
+
+static TABLE: BackendTable = api::export::Tables::<Moody>::backend(open_moody);
+
+fn pool() -> HostPoolDescription {
+    // Pages of 64 bytes that nobody reads: the moods touch no bytes.
+    let memory: &'static mut [u8] = Box::leak(vec![0u8; 64 * 64].into_boxed_slice());
+    HostPoolDescription {
+        name: "kv".into(),
+        layout: "page_first".into(),
+        dtype: api::Dtype::F16,
+        pages: 64,
+        page_tokens: 4,
+        layers: 1,
+        base: memory.as_mut_ptr() as usize,
+        bytes: 64 * 64,
+        fd: -1,
+        segments: vec![HostPoolSegment { offset: 0, stride: 64, len: 64 }],
+        components: vec![],
+    }
+}
+
+fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<AtomicUsize>) {
+    let identity = api::v0_1::Identity {
+        namespace: [0; 32],
+        namespace_json: "{}".into(),
+        model_name: "m".into(),
+        weights_digest: [0; 32],
+        numerics_id: "n".into(),
+        page_tokens: 4,
+        tp_rank: 0,
+        tp_size: 1,
+        pp_rank: 0,
+        pp_size: 1,
+        cp_rank: 0,
+        cp_size: 1,
+        dp_rank: 0,
+        dp_size: 1,
+        dcp_rank: 0,
+        dcp_size: 1,
+        tp_lcm_size: 0,
+        replicated: 0,
+        writer: 1,
+    };
+    let context = HostContext::leak(name);
+    let call = api::v0_1::CallContext { deadline_ns: 0, cancel: std::ptr::null(), trace_id: 0 };
+    let args = api::v0_1::OpenArgs {
+        context: call,
+        config_json: "{}".into(),
+        instance_name: name.into(),
+        identity: &raw const identity,
+        host: &raw const HOST_TABLE,
+        host_context: context.raw(),
+    };
+    let mut raw = std::ptr::null_mut();
+    let pool = pool();
+    let anchor = OwnedPoolDesc::anchor(&pool);
+    let desc = anchor.raw();
+    // SAFETY: all arguments are valid; the pool's memory is leaked.
+    unsafe {
+        assert_eq!((TABLE.open)(&raw const args, &raw mut raw, std::ptr::null_mut()), 0);
+        let status = (TABLE.register_mem_pool_host)(raw, &raw const call, &raw const desc, std::ptr::null_mut());
+        assert_eq!(status, 0);
+    }
+    let note = Note {
+        note: 1,
+        name: "moody".into(),
+        version: "0.0.1".into(),
+        license: "Apache-2.0".into(),
+        description: String::new(),
+        abi: vec!["0.1".into()],
+        panic: "unwind".into(),
+        capabilities: NoteCapabilities { concurrency, ..NoteCapabilities::default() },
+        config_schema: serde_json::json!({}),
+        check_config: serde_json::json!({}),
+        types_sha256: Default::default(),
+        types: Default::default(),
+    };
+    let failures = Arc::new(AtomicUsize::new(0));
+    let counted = failures.clone();
+    let state = Arc::new(StateCell::new(
+        name,
+        Box::new(move || {
+            counted.fetch_add(1, Ordering::SeqCst);
+        }),
+    ));
+    state.go(BackendState::Active, "");
+    let parts = Parts {
+        name: name.into(),
+        library: Library::built_in(PluginInfo { path: "moody.so".into(), sha256: [0; 32], note }, &TABLE),
+        raw: RawInstance(raw),
+        context,
+        timeout: Duration::from_secs(1),
+        state,
+        generation: next_generation(),
+    };
+    (Instance::new(parts).unwrap(), knobs(name), failures)
+}
+
+fn set_mood(knobs: &Knobs, mood: Mood) {
+    *knobs.mood.lock().unwrap() = mood;
+}
+
+fn get(instance: &Instance, timeout: Duration, pages: &[u32]) -> (Result<(), BackendError>, Vec<PageStatus>) {
+    let keys: Vec<PageKey> = pages.iter().map(|p| [*p as u8; 32]).collect();
+    let mut status = vec![PageStatus::Unset; pages.len()];
+    let options = CallOptions::within(timeout);
+    let result = instance.batch_get(&options, &keys, pages, &ChainInfo::default(), &mut status);
+    (result, status)
+}
+
+fn shut(instance: &Instance, within: Duration) -> bool {
+    instance.shut(Instant::now() + within, Instant::now() + within * 2, "test")
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+const SHORT: Duration = Duration::from_millis(30);
+
+#[test]
+fn answers_come_page_by_page() {
+    let (instance, knobs, _) = attach("good", 2);
+    let (result, status) = get(&instance, SECOND, &[1, 2, 3]);
+    assert_eq!(result, Ok(()));
+    assert_eq!(status, [PageStatus::Ok, PageStatus::Missing, PageStatus::Ok]);
+    let options = CallOptions::within(SECOND);
+    let found = instance.batch_exists(&options, &[[1; 32], [2; 32]], &ChainInfo::default()).unwrap();
+    assert_eq!(found.longest(), 1);
+    assert_eq!(instance.stats().unwrap().pages, 7);
+    assert!(shut(&instance, SECOND));
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 1);
+    assert_eq!(instance.state().report().state, BackendState::Detached);
+}
+
+#[test]
+fn a_page_left_unanswered_counts_as_failed() {
+    let (instance, knobs, _) = attach("silent", 1);
+    set_mood(&knobs, Mood::Silent);
+    let (result, status) = get(&instance, SECOND, &[1, 2]);
+    assert_eq!(result, Ok(()));
+    assert_eq!(status, [PageStatus::Failed, PageStatus::Failed]);
+    shut(&instance, SECOND);
+}
+
+#[test]
+fn an_error_keeps_its_kind_and_words() {
+    let (instance, knobs, failures) = attach("err", 1);
+    set_mood(&knobs, Mood::Err);
+    let error = get(&instance, SECOND, &[1]).0.unwrap_err();
+    assert_eq!((error.kind, error.retryable, error.pages_in_use), (ErrorKind::NoSpace, true, false));
+    assert_eq!(error.to_string(), "storage backend err: no space: the shelf is full");
+    assert_eq!(failures.load(Ordering::SeqCst), 0);
+    shut(&instance, SECOND);
+}
+
+#[test]
+fn a_panic_fails_the_instance_once_and_for_good() {
+    let (instance, knobs, failures) = attach("panic", 2);
+    set_mood(&knobs, Mood::Panic);
+    let error = get(&instance, SECOND, &[1]).0.unwrap_err();
+    assert!(error.message.contains("moody on purpose"), "{error}");
+    let report = instance.state().report();
+    assert_eq!(report.state, BackendState::Failed);
+    assert!(report.reason.contains("moody on purpose") && report.since <= SystemTime::now());
+    set_mood(&knobs, Mood::Good);
+    assert_eq!(get(&instance, SECOND, &[1]).0.unwrap_err().kind, ErrorKind::Unavailable);
+    assert_eq!(failures.load(Ordering::SeqCst), 1);
+    assert!(shut(&instance, SECOND));
+    assert_eq!(instance.state().report().state, BackendState::Failed, "the status still shows why");
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn i31296_a_late_call_keeps_its_pages_until_it_returns() {
+    let (instance, knobs, _) = attach("late", 2);
+    set_mood(&knobs, Mood::Hang);
+    let (result, _) = get(&instance, SHORT, &[5, 6]);
+    let error = result.unwrap_err();
+    assert_eq!((error.kind, error.pages_in_use), (ErrorKind::TimedOut, true));
+    assert!(knobs.saw_cancel.load(Ordering::SeqCst), "the call is asked to stop first");
+    assert_eq!((instance.quarantined(), instance.reclaim()), (2, vec![]));
+    set_mood(&knobs, Mood::Good);
+    assert_eq!(get(&instance, SECOND, &[1]).0, Ok(()), "others go on");
+    knobs.release.store(true, Ordering::SeqCst);
+    let end = Instant::now() + SECOND;
+    let mut back = Vec::new();
+    while back.is_empty() && Instant::now() < end {
+        back = instance.reclaim();
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(back, vec![5, 6]);
+    assert_eq!((instance.quarantined(), instance.reclaim()), (0, vec![]));
+    assert!(shut(&instance, SECOND));
+}
+
+#[test]
+fn an_instance_whose_calls_all_hang_is_failed_and_stays_as_a_zombie() {
+    let (instance, knobs, failures) = attach("zombie", 2);
+    set_mood(&knobs, Mood::Hang);
+    for page in [1, 2] {
+        assert_eq!(get(&instance, SHORT, &[page]).0.unwrap_err().kind, ErrorKind::TimedOut);
+    }
+    assert_eq!(instance.state().report().state, BackendState::Failed);
+    assert_eq!(failures.load(Ordering::SeqCst), 1);
+    assert!(!shut(&instance, SHORT));
+    assert_eq!(instance.state().report().state, BackendState::Zombie);
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 0, "close comes only after every other call has returned");
+    knobs.release.store(true, Ordering::SeqCst);
+}
+
+#[test]
+fn more_calls_than_the_plugin_wants_wait_for_their_turn() {
+    let (instance, knobs, _) = attach("turns", 1);
+    set_mood(&knobs, Mood::Hang);
+    let one = instance.clone();
+    let first = thread::spawn(move || get(&one, SECOND * 20, &[1]).0);
+    while knobs.running.load(Ordering::SeqCst) == 0 {
+        thread::yield_now();
+    }
+    let error = get(&instance, SHORT, &[2]).0.unwrap_err();
+    assert_eq!((error.kind, error.pages_in_use), (ErrorKind::Unavailable, false));
+    assert_eq!(instance.in_flight(), 1);
+    knobs.release.store(true, Ordering::SeqCst);
+    assert_eq!(first.join().unwrap(), Ok(()));
+    assert!(shut(&instance, SECOND));
+}
+
+#[test]
+fn closing_cancels_what_still_runs_after_the_drain() {
+    let (instance, knobs, _) = attach("drain", 1);
+    set_mood(&knobs, Mood::Hang);
+    let one = instance.clone();
+    let first = thread::spawn(move || get(&one, SECOND * 20, &[1]).0);
+    while knobs.running.load(Ordering::SeqCst) == 0 {
+        thread::yield_now();
+    }
+    let watched = knobs.clone();
+    let watcher = thread::spawn(move || {
+        while !watched.saw_cancel.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        watched.release.store(true, Ordering::SeqCst);
+    });
+    assert!(instance.shut(Instant::now(), Instant::now() + SECOND * 10, "test"));
+    watcher.join().unwrap();
+    assert!(first.join().unwrap().is_ok());
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 1);
+    assert!(shut(&instance, SECOND), "a second shut does nothing more");
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn health_told_by_the_plugin_degrades_and_heals() {
+    let (instance, _, _) = attach("health", 1);
+    let tell = |state: api::HealthState, reason: &str| {
+        // SAFETY: the table and the context are the host's own.
+        unsafe { (HOST_TABLE.health_changed)(instance.context().raw(), state.raw(), reason.into()) }
+    };
+    tell(api::HealthState::Degraded, "the disk is full");
+    let report = instance.state().report();
+    assert_eq!((report.state, report.reason.as_str()), (BackendState::Degraded, "the disk is full"));
+    assert_eq!(get(&instance, SECOND, &[1]).0, Ok(()), "a degraded backend still serves");
+    tell(api::HealthState::Ok, "");
+    assert_eq!(instance.state().report().state, BackendState::Active);
+    shut(&instance, SECOND);
+}
+
+#[test]
+fn a_call_with_mismatched_arrays_is_refused_before_the_plugin_sees_it() {
+    let (instance, _, _) = attach("arrays", 1);
+    let mut status = [PageStatus::Unset; 1];
+    let options = CallOptions { deadline: Instant::now() + SECOND, cancel: Arc::new(AtomicU32::new(0)) };
+    let error = instance.batch_get(&options, &[[0; 32]; 2], &[1], &ChainInfo::default(), &mut status).unwrap_err();
+    assert_eq!(error.message, "2 keys, 1 pages, 1 statuses");
+    shut(&instance, SECOND);
+}
