@@ -98,6 +98,7 @@ impl Scheduler {
             preemptions: 0,
             times: Times::default(),
             ended: None,
+            broken: false,
             reported: false,
         }
     }

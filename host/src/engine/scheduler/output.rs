@@ -8,7 +8,7 @@ use super::Scheduler;
 use super::sequence::Sequence;
 use super::step::Chunk;
 use crate::engine::config::LogitsRow;
-use crate::engine::request::{AbortKind, Event, FinishReason, TokenLogprobs};
+use crate::engine::request::{Event, TokenLogprobs};
 use crate::engine::sampler::Draw;
 
 impl Scheduler {
@@ -39,6 +39,19 @@ impl Scheduler {
         let whole_pages = sequence.computed / self.page_size;
         sequence.computed = chunk.end;
         self.read_prompt_logprobs(sequence, chunk, first_row);
+        let samples = chunk.end == sequence.tokens.len() && chunk.end < sequence.max_len;
+        let mut next = None;
+        if samples && sequence.ended.is_none() {
+            let last_row = first_row + chunk.rows().saturating_sub(1);
+            match self.next_token(sequence, last_row) {
+                Ok(token) => next = Some(token),
+                Err(message) => sequence.fail(message),
+            }
+        }
+        if sequence.ended.is_some() {
+            return 0;
+        }
+        // Only now: pages of a pass whose logits are broken must not be found by others.
         if sequence.computed / self.page_size != whole_pages {
             self.commit(sequence);
         }
@@ -46,34 +59,21 @@ impl Scheduler {
         if prompt_done && sequence.output_len() == 0 {
             self.prompt_done(sequence);
         }
-        if sequence.ended.is_some() || chunk.end < sequence.tokens.len() {
-            return 0;
+        if let Some((token, logprobs)) = next {
+            self.accept(sequence, token, logprobs);
+            return 1;
         }
-        if sequence.tokens.len() >= sequence.max_len {
-            sequence.ended = sequence.end_after(None);
-            return 0;
+        if chunk.end == sequence.tokens.len() {
+            sequence.ended = sequence.ended.take().or_else(|| sequence.end_after(None));
         }
-        let last_row = first_row + chunk.rows().saturating_sub(1);
-        match self.next_token(sequence, last_row) {
-            Ok((token, logprobs)) => {
-                self.accept(sequence, token, logprobs);
-                1
-            }
-            Err(message) => {
-                tracing::error!(request = %sequence.group.id, "{message}");
-                sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
-                0
-            }
-        }
+        0
     }
 
     /// Puts the whole pages of a sample into the tree, where others find them.
     fn commit(&mut self, sequence: &mut Sequence) {
         let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
         if let Err(error) = self.parts.cache.commit(sequence.cache_id, computed, &mut sequence.pages) {
-            let message = format!("the cache failed: {error}");
-            tracing::error!(request = %sequence.group.id, "{message}");
-            sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
+            sequence.fail(format!("the cache failed: {error}"));
         }
     }
 
@@ -85,9 +85,7 @@ impl Scheduler {
         while let Some(position) = sequence.next_prompt_row().filter(|&p| p < chunk.end) {
             let row = (position >= chunk.start).then(|| self.logits.row(first_row + position - chunk.start)).flatten();
             let (Some(row), Some(&token)) = (row, sequence.tokens.get(position + 1)) else {
-                let message = "a row of prompt log-probabilities is missing".to_owned();
-                tracing::error!(request = %sequence.group.id, position, "{message}");
-                sequence.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
+                sequence.fail("a row of prompt log-probabilities is missing".to_owned());
                 return;
             };
             if let Some(tap) = &self.parts.config.logits_tap {

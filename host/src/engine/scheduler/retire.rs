@@ -9,12 +9,17 @@ use super::sequence::{Sequence, Wait};
 use crate::engine::request::{Event, FinishReason, MatchedStop};
 
 impl Scheduler {
-    /// Ends a sample: its whole pages stay in the tree, everything else is given back.
+    /// Ends a sample: its whole pages stay in the tree unless it is broken, everything else is
+    /// given back.
     pub(super) fn retire(&mut self, mut sequence: Sequence, reason: FinishReason) {
         if sequence.wait != Wait::New {
             let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
             let pages = std::mem::take(&mut sequence.pages);
-            self.parts.cache.finish(sequence.cache_id, computed, pages);
+            if sequence.broken {
+                self.parts.cache.abort(sequence.cache_id, pages);
+            } else {
+                self.parts.cache.finish(sequence.cache_id, computed, pages);
+            }
         }
         self.report_end(sequence, reason);
     }

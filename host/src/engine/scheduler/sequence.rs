@@ -115,6 +115,8 @@ pub(super) struct Sequence {
     pub times: Times,
     /// Set once it is to leave at the end of the step.
     pub ended: Option<FinishReason>,
+    /// Whether what it computed last may be wrong.
+    pub broken: bool,
     /// Whether its end has been told.
     pub reported: bool,
 }
@@ -198,6 +200,13 @@ impl Sequence {
             let (index, usage) = (self.index, self.usage);
             self.group.send(Event::Delta { index, text, token_ids, logprobs, usage });
         }
+    }
+
+    /// Ends the sample with an error; what is computed and not yet in the tree is not kept.
+    pub fn fail(&mut self, message: String) {
+        tracing::error!(request = %self.group.id, sample = self.index, "{message}");
+        self.broken = true;
+        self.ended = Some(FinishReason::Abort { kind: AbortKind::Internal, message });
     }
 
     /// The reason if `matched` or the length ends the sample here.

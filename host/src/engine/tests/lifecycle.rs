@@ -128,6 +128,9 @@ fn a_failed_pass_fails_its_requests_only() {
         assert_eq!(abort_kind(&completion), AbortKind::Internal);
         let FinishReason::Abort { message: found, .. } = completion.reason else { unreachable!() };
         assert!(found.contains(message), "{found}");
+        let again = rig.run(request("again", prompt(1, 12), 1));
+        assert_eq!(again.usage.cached_tokens(), 0, "its pages are not to be trusted");
+        rig.flush();
         block_on(rig.handle.check_integrity()).unwrap();
         assert_eq!(rig.run(request("after", prompt(2, 12), 5)).token_ids.len(), 5);
     }

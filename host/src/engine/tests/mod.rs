@@ -6,6 +6,7 @@ mod fake;
 mod lifecycle;
 mod output;
 mod preemption;
+mod real;
 mod sampling;
 
 use std::collections::HashMap;
@@ -69,20 +70,15 @@ impl Setup {
         model.chain = self.chain.into_iter().collect();
         let log = Arc::clone(&model.log);
         let logits = Captured::default();
-        let seen = Arc::clone(&logits);
         let config = EngineConfig {
             prefill_chunk: self.chunk,
             max_running_requests: self.running,
             max_queued_requests: self.queued,
-            logits_tap: Some(Arc::new(move |row| {
-                assert!(!self.broken_tap, "the tap was told to panic");
-                let bits: Vec<u32> = row.logits.iter().map(|l| l.to_bits()).collect();
-                let key = (row.request_id.to_owned(), row.index, row.position);
-                let before = seen.lock().insert(key, bits.clone());
-                if let Some(before) = before {
-                    assert_eq!(before, bits, "a position computed twice has other logits");
-                }
-            })),
+            logits_tap: Some(if self.broken_tap {
+                Arc::new(|_| panic!("the tap was told to panic"))
+            } else {
+                capture(&logits)
+            }),
         };
         let pool = FakePool::new(PAGE, self.pages);
         let mailbox = Mailbox::new();
@@ -91,6 +87,17 @@ impl Setup {
         let engine = Engine::start_with(config, Arc::new(model), fake::decoders(), pool, cache, mailbox).unwrap();
         Rig { handle: engine.handle(), engine, log, logits }
     }
+}
+
+/// A tap that keeps each row and checks that one computed twice is the same.
+fn capture(logits: &Captured) -> LogitsTap {
+    let seen = Arc::clone(logits);
+    Arc::new(move |row| {
+        let bits: Vec<u32> = row.logits.iter().map(|l| l.to_bits()).collect();
+        let key = (row.request_id.to_owned(), row.index, row.position);
+        let before = seen.lock().insert(key, bits.clone());
+        assert!(before.is_none_or(|before| before == bits), "a row computed twice differs");
+    })
 }
 
 impl Rig {
@@ -124,6 +131,20 @@ impl Rig {
         self.wait_for("the gauges", |s| s.running + s.queued == 0);
         assert_eq!(self.handle.shared.in_flight.load(std::sync::atomic::Ordering::SeqCst), 0);
         assert!(self.handle.shared.ids.lock().is_empty());
+    }
+
+    /// Waits until the host tier has taken all it will take.
+    fn wait_for_backups(&self) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let done = || {
+            block_on(self.handle.check_integrity()).unwrap();
+            let stats = self.handle.cache_counters().snapshot();
+            stats.host_used_tokens > 0 && stats.host_used_tokens >= stats.device_used_tokens
+        };
+        while !done() {
+            assert!(Instant::now() < deadline, "waited too long for the copies to the host");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn wait_for(&self, what: &str, condition: impl Fn(&EngineStats) -> bool) {
