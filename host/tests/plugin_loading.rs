@@ -28,7 +28,8 @@ fn folder() -> tempfile::TempDir {
 fn changed(folder: &Path, name: &str, from: &[u8], to: &[u8]) -> PathBuf {
     assert_eq!(from.len(), to.len());
     let mut bytes = fs::read(file_plugin()).unwrap();
-    let places: Vec<usize> = bytes.windows(from.len()).enumerate().filter(|(_, w)| *w == from).map(|(i, _)| i).collect();
+    let places: Vec<usize> =
+        bytes.windows(from.len()).enumerate().filter(|(_, w)| *w == from).map(|(i, _)| i).collect();
     assert!(!places.is_empty(), "{:?} is not in the plugin", String::from_utf8_lossy(from));
     for place in places {
         bytes[place..place + to.len()].copy_from_slice(to);
@@ -54,7 +55,8 @@ fn refusal(path: &Path) -> Refusal {
 fn compile(folder: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
     let (input, output) = (folder.join(format!("{name}.c")), folder.join(format!("{name}.so")));
     fs::write(&input, source).unwrap();
-    let status = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&output).arg(&input).args(flags).status().unwrap();
+    let status =
+        Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&output).arg(&input).args(flags).status().unwrap();
     assert!(status.success());
     output
 }
@@ -273,7 +275,13 @@ const void *kvdock_plugin_entry(unsigned version) {{
         kind = kvdock_plugin_api::note::NOTE_TYPE,
         rest = (size_of::<v0_1::BackendTable>() - 16) / 8,
     );
-    let flags = [library_path.as_str(), "-l:libbeside.so", "-Wl,-rpath,$ORIGIN/side", "-Wl,-rpath-link", side.to_str().unwrap()];
+    let flags = [
+        library_path.as_str(),
+        "-l:libbeside.so",
+        "-Wl,-rpath,$ORIGIN/side",
+        "-Wl,-rpath-link",
+        side.to_str().unwrap(),
+    ];
     let path = compile(folder.path(), "sided", &source, &flags);
     assert_eq!(load(&path, None).unwrap().info.note.name, "sided");
 }
