@@ -470,6 +470,3 @@ fn finish<S: Lanes>(s: S, call: &Attention<'_>, dims: Dims, unit: &Unit, state: 
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -9,7 +9,6 @@
 //! `k = 8 i + j`. High bits of 5- and 6-bit formats are one u32 a lane.
 
 use super::super::simd::{LANES, Lanes};
-use crate::format::WeightFormat;
 
 /// Steps of k that a kernel decodes at once.
 pub(in crate::cpu) const STEP: usize = 8;
