@@ -156,7 +156,12 @@ fn finish(
     let progress = Progress::new(options.progress, digests.total_bytes());
     let hashed = progress.hashed();
     let (parts, weights_digest) = std::thread::scope(|scope| {
-        let hashing = scope.spawn(move || digests.compute(hashed));
+        let loading = std::thread::current();
+        let hashing = scope.spawn(move || {
+            let digest = digests.compute(hashed);
+            loading.unpark();
+            digest
+        });
         let parts = (family.build)(&Build {
             checkpoint,
             device: &options.device,
@@ -168,7 +173,7 @@ fn finish(
         }
         while !hashing.is_finished() {
             progress.report();
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            std::thread::park_timeout(std::time::Duration::from_millis(20));
         }
         let digest = hashing.join().map_err(|_| ModelError::Damaged {
             path: checkpoint.path().to_path_buf(),

@@ -1,5 +1,7 @@
 //! What the tiny models are: sizes, settings, tensors.
 
+use serde_json::json;
+
 use super::fill::fill;
 
 /// The families there are tiny models of.
@@ -106,6 +108,21 @@ impl TinyModel {
             rope_scaling: None,
             chat_template: Some(TEMPLATE.to_owned()),
         }
+    }
+
+    /// The tiny Llama with a stretched rotary embedding: `rope` is one of `llama3`, `yarn`, `linear`.
+    pub fn stretched(rope: &str) -> Self {
+        let scaling = match rope {
+            "llama3" => json!({
+                "rope_type": rope, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32
+            }),
+            "yarn" => json!({
+                "rope_type": rope, "factor": 4.0, "original_max_position_embeddings": 32
+            }),
+            _ => json!({ "rope_type": rope, "factor": 2.0 }),
+        };
+        Self { rope_scaling: Some(scaling), context: 128, ..Self::new(TinyKind::Llama) }
     }
 
     /// As [`TinyModel::new`] but with rows of 256 and 512, which the K-quants of GGUF need.
