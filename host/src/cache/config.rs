@@ -156,18 +156,10 @@ mod tests {
         for name in ["best_effort", "wait_complete", "timeout"] {
             assert_eq!(name.parse::<PrefetchPolicy>().unwrap().to_string(), name);
         }
-        for name in [
-            "layer_first",
-            "page_first",
-            "page_first_direct",
-            "page_head",
-        ] {
+        for name in ["layer_first", "page_first", "page_first_direct", "page_head"] {
             assert_eq!(name.parse::<HostLayout>().unwrap().as_str(), name);
         }
         let error = "mru".parse::<EvictionPolicy>().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cache.eviction: \"mru\" is none of lru, lfu"
-        );
+        assert_eq!(error.to_string(), "cache.eviction: \"mru\" is none of lru, lfu");
     }
 }

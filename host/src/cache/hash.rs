@@ -107,9 +107,7 @@ fn keys_of_pages<'a>(
 
 /// Checks ids that come as signed numbers.
 pub fn checked_ids(ids: &[i64]) -> Result<Vec<u64>, TokenOutOfRange> {
-    ids.iter()
-        .map(|&id| u64::try_from(id).map_err(|_| TokenOutOfRange(id.into())))
-        .collect()
+    ids.iter().map(|&id| u64::try_from(id).map_err(|_| TokenOutOfRange(id.into()))).collect()
 }
 
 /// Keys of wide tokens (multimodal placeholders are content hashes that do not fit 32 bits). Each
@@ -181,29 +179,20 @@ mod tests {
         let rest = chain_keys(Some(first[0]), &[5, 6, 7, 8], 4);
         assert_eq!(hex(&rest), [SECOND]);
         let unanchored = chain_keys(None, &[5, 6, 7, 8], 4);
-        assert_ne!(
-            unanchored, rest,
-            "a suffix has another key than the same tokens in a chain"
-        );
+        assert_ne!(unanchored, rest, "a suffix has another key than the same tokens in a chain");
     }
 
     #[test]
     fn long_pages_are_hashed_whole() {
         let tokens: Vec<u32> = (0..1000).collect();
         let wide: Vec<u64> = (0..1000).collect();
-        assert_eq!(
-            chain_keys(None, &tokens, 500),
-            wide_chain_keys(None, &wide, Some(500)).unwrap()
-        );
+        assert_eq!(chain_keys(None, &tokens, 500), wide_chain_keys(None, &wide, Some(500)).unwrap());
     }
 
     #[test]
     fn wide_vectors() {
         let keys = wide_chain_keys(None, &[1, 1 << 32], Some(2)).unwrap();
-        assert_eq!(
-            hex(&keys),
-            ["66af2f218931e670270f1b4ea79f49befb670188f60c94856ed7a1743298f181"]
-        );
+        assert_eq!(hex(&keys), ["66af2f218931e670270f1b4ea79f49befb670188f60c94856ed7a1743298f181"]);
         let narrow = wide_chain_keys(None, &[1, 2, 3, 4], Some(4)).unwrap();
         assert_eq!(hex(&narrow), [FIRST], "narrow pages equal the plain form");
         let mixed = wide_chain_keys(None, &[1, 2, 3, 4, 5, 6, 7, 1 << 40], Some(4)).unwrap();
@@ -213,10 +202,7 @@ mod tests {
 
     #[test]
     fn ids_out_of_range_are_refused() {
-        assert_eq!(
-            wide_chain_keys(None, &[1, 1 << 63], Some(2)),
-            Err(TokenOutOfRange(1 << 63))
-        );
+        assert_eq!(wide_chain_keys(None, &[1, 1 << 63], Some(2)), Err(TokenOutOfRange(1 << 63)));
         assert_eq!(checked_ids(&[3, -1]), Err(TokenOutOfRange(-1)));
         assert_eq!(checked_ids(&[3, 0]), Ok(vec![3, 0]));
     }
@@ -224,15 +210,9 @@ mod tests {
     #[test]
     fn bigram_vectors() {
         let keys = bigram_chain_keys(None, &[1, 2, 3, 4, 5], Some(4)).unwrap();
-        assert_eq!(
-            hex(&keys),
-            ["f721fe42aac11dcbfd1a17f24cc5765a0d5b6bc264d1c0b6581d775a7344c11f"]
-        );
+        assert_eq!(hex(&keys), ["f721fe42aac11dcbfd1a17f24cc5765a0d5b6bc264d1c0b6581d775a7344c11f"]);
         let wide = bigram_chain_keys(None, &[1, 2, 1 << 32], Some(2)).unwrap();
-        assert_eq!(
-            hex(&wide),
-            ["ce04301f1a9d619d0eb13416d6e3162be589a46808367653c97bb5e7f826a685"]
-        );
+        assert_eq!(hex(&wide), ["ce04301f1a9d619d0eb13416d6e3162be589a46808367653c97bb5e7f826a685"]);
     }
 
     /// A page boundary counts the following page's first token, so one wide token can make two
@@ -268,10 +248,7 @@ mod tests {
     fn namespace_vectors() {
         assert_eq!(namespace_seed(None, None), None);
         let salt = namespace_seed(None, Some("tenant-a")).unwrap();
-        assert_eq!(
-            key_hex(&salt),
-            "9d303df3761a7561353e2ae7459eb4ab12a08abb37951b696aa4f0c059c7caaa"
-        );
+        assert_eq!(key_hex(&salt), "9d303df3761a7561353e2ae7459eb4ab12a08abb37951b696aa4f0c059c7caaa");
         assert_eq!(
             hex(&chain_keys(Some(salt), &[1, 2, 3, 4], 4)),
             ["2fd053693d7ef6aeb2f9315a5ca100dfe4b99434c563241ee3243a9163846222"]
@@ -305,9 +282,6 @@ mod tests {
         let image_b = [7, 0x2_0000_0001, 9, 10];
         let a = wide_chain_keys(None, &image_a, Some(4)).unwrap();
         let b = wide_chain_keys(None, &image_b, Some(4)).unwrap();
-        assert_ne!(
-            a, b,
-            "ids that agree in their low 32 bits have different keys"
-        );
+        assert_ne!(a, b, "ids that agree in their low 32 bits have different keys");
     }
 }

@@ -71,27 +71,15 @@ impl PlaneShape {
 
     /// Distances of `layout`.
     pub fn strides(&self, layout: HostLayout) -> PlaneStrides {
-        let PlaneShape {
-            layers,
-            heads,
-            head_bytes,
-            page_tokens,
-            pages,
-        } = *self;
+        let PlaneShape { layers, heads, head_bytes, page_tokens, pages } = *self;
         let row = heads * head_bytes;
         match layout {
-            HostLayout::LayerFirst => PlaneStrides {
-                page: page_tokens * row,
-                layer: pages * page_tokens * row,
-                token: row,
-                head: head_bytes,
-            },
-            HostLayout::PageFirst => PlaneStrides {
-                page: page_tokens * layers * row,
-                layer: row,
-                token: layers * row,
-                head: head_bytes,
-            },
+            HostLayout::LayerFirst => {
+                PlaneStrides { page: page_tokens * row, layer: pages * page_tokens * row, token: row, head: head_bytes }
+            }
+            HostLayout::PageFirst => {
+                PlaneStrides { page: page_tokens * layers * row, layer: row, token: layers * row, head: head_bytes }
+            }
             HostLayout::PageFirstDirect => PlaneStrides {
                 page: layers * page_tokens * row,
                 layer: page_tokens * row,
@@ -118,22 +106,13 @@ impl PlaneShape {
                     len: self.page_bytes() / self.layers.max(1),
                 })
                 .collect(),
-            _ => vec![HostPoolSegment {
-                offset: 0,
-                stride: strides.page,
-                len: self.page_bytes(),
-            }],
+            _ => vec![HostPoolSegment { offset: 0, stride: strides.page, len: self.page_bytes() }],
         }
     }
 
     /// The runs of each layer within a page. `first_segment` is the index of the plane's first
     /// segment, `component` 0 for K and 1 for V.
-    pub fn components(
-        &self,
-        layout: HostLayout,
-        component: u32,
-        first_segment: u32,
-    ) -> Vec<HostPoolComponent> {
+    pub fn components(&self, layout: HostLayout, component: u32, first_segment: u32) -> Vec<HostPoolComponent> {
         let strides = self.strides(layout);
         let row = self.heads * self.head_bytes;
         (0..self.layers as u32)
@@ -148,11 +127,9 @@ impl PlaneShape {
                     run_count: 1,
                 };
                 match layout {
-                    HostLayout::LayerFirst => HostPoolComponent {
-                        segment: first_segment + layer,
-                        offset: 0,
-                        ..one_run
-                    },
+                    HostLayout::LayerFirst => {
+                        HostPoolComponent { segment: first_segment + layer, offset: 0, ..one_run }
+                    }
                     HostLayout::PageFirstDirect => one_run,
                     HostLayout::PageFirst => HostPoolComponent {
                         run_len: row,
@@ -178,20 +155,10 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    const ALL: [HostLayout; 4] = [
-        HostLayout::LayerFirst,
-        HostLayout::PageFirst,
-        HostLayout::PageFirstDirect,
-        HostLayout::PageHead,
-    ];
+    const ALL: [HostLayout; 4] =
+        [HostLayout::LayerFirst, HostLayout::PageFirst, HostLayout::PageFirstDirect, HostLayout::PageHead];
 
-    const SHAPE: PlaneShape = PlaneShape {
-        layers: 3,
-        heads: 2,
-        head_bytes: 8,
-        page_tokens: 4,
-        pages: 5,
-    };
+    const SHAPE: PlaneShape = PlaneShape { layers: 3, heads: 2, head_bytes: 8, page_tokens: 4, pages: 5 };
 
     /// Every (page, layer, token, head) has bytes of its own inside the plane, and they lie in the
     /// segments and runs that the description names.
@@ -237,10 +204,7 @@ mod tests {
 
     #[test]
     fn a_plane_too_large_to_address_is_none() {
-        let shape = PlaneShape {
-            pages: u64::MAX / 4,
-            ..SHAPE
-        };
+        let shape = PlaneShape { pages: u64::MAX / 4, ..SHAPE };
         assert_eq!(shape.bytes(), None);
     }
 }

@@ -22,6 +22,7 @@
 //! Nothing that goes wrong in storage fails a request: what does not come is computed.
 
 mod config;
+mod controller;
 pub mod hash;
 pub mod layout;
 mod manager;
@@ -35,10 +36,8 @@ mod tree;
 pub use config::{CacheConfig, EvictionPolicy, PrefetchPolicy, WritePolicy};
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};
-pub use stats::{
-    BackendCounters, CacheCounters, CacheEvents, CacheStats, NoEvents, StorageOp, StorageResult,
-};
+pub use stats::{BackendCounters, CacheCounters, CacheEvents, CacheStats, NoEvents, StorageOp, StorageResult};
 pub use types::{
-    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason,
-    Prefetch, RequestId, ReuseHints, Tiers,
+    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason, Prefetch, RequestId,
+    ReuseHints, Tiers,
 };

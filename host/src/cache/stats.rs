@@ -204,10 +204,7 @@ impl CacheCounters {
     /// The counters of all backends that were ever attached, by name.
     pub fn backends(&self) -> Vec<(String, Arc<BackendCounters>)> {
         let backends = self.backends.lock();
-        backends
-            .iter()
-            .map(|(name, counters)| (name.clone(), Arc::clone(counters)))
-            .collect()
+        backends.iter().map(|(name, counters)| (name.clone(), Arc::clone(counters))).collect()
     }
 }
 

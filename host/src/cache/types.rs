@@ -22,10 +22,7 @@ pub struct CacheNamespace {
 impl CacheNamespace {
     /// A namespace with an empty salt turned into none.
     pub fn new(extra_key: Option<String>, cache_salt: Option<String>) -> Self {
-        CacheNamespace {
-            extra_key,
-            cache_salt: cache_salt.filter(|salt| !salt.is_empty()),
-        }
+        CacheNamespace { extra_key, cache_salt: cache_salt.filter(|salt| !salt.is_empty()) }
     }
 
     /// The start of the hash chain of this namespace; none for the common one.
@@ -160,20 +157,11 @@ pub struct Tiers {
 
 impl Tiers {
     /// Device and host.
-    pub const ALL: Tiers = Tiers {
-        device: true,
-        host: true,
-    };
+    pub const ALL: Tiers = Tiers { device: true, host: true };
     /// Device only; pages stay on the host where they are backed up.
-    pub const DEVICE: Tiers = Tiers {
-        device: true,
-        host: false,
-    };
+    pub const DEVICE: Tiers = Tiers { device: true, host: false };
     /// Host only; pages stay on the device.
-    pub const HOST: Tiers = Tiers {
-        device: false,
-        host: true,
-    };
+    pub const HOST: Tiers = Tiers { device: false, host: true };
 }
 
 /// What a flush freed and what it had to leave.
@@ -228,6 +216,20 @@ pub enum CacheError {
     /// A request that the cache does not know.
     #[error("the cache knows no request {0}")]
     UnknownRequest(RequestId),
+    /// A request that holds a grant already asked for another.
+    #[error("request {0} holds a grant already")]
+    AlreadyGranted(RequestId),
+    /// A request that holds no grant was to commit pages.
+    #[error("request {0} holds no grant")]
+    NotGranted(RequestId),
+    /// A page that is not the caller's.
+    #[error("request {request}: device page {page} is not its own")]
+    ForeignPage {
+        /// The request.
+        request: RequestId,
+        /// The page.
+        page: u32,
+    },
     /// Pages that do not fit the tokens they are said to hold.
     #[error("request {request}: {tokens} tokens need {needed} pages, {found} were given")]
     PageTable {

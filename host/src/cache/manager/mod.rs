@@ -1,34 +1,63 @@
-//! The face of the cache to the scheduler.
+//! The face of the cache to the scheduler: tree and pools, and what goes to and comes from the workers.
 
+mod admit;
+mod check;
+mod evict;
+mod grant;
+mod handle;
+mod why;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvdock_kernels::KvPool;
 
-use super::config::CacheConfig;
-use super::stats::{CacheCounters, CacheEvents, CacheStats};
-use super::types::{
-    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Prefetch, RequestId,
-    ReuseHints, Tiers,
-};
-use crate::plugin::backend::{HostPoolDescription, StorageBackend};
+pub use super::controller::Waker;
+pub use handle::StorageHandle;
 
-/// Called from worker threads whenever something finished that the scheduler may wait for. Must be
-/// cheap and must not call into the cache.
-pub type Waker = Arc<dyn Fn() + Send + Sync>;
+use super::config::CacheConfig;
+use super::controller::{Controller, Event};
+use super::pool::{DevicePages, HostPool};
+use super::stats::{CacheCounters, CacheEvents, CacheStats};
+use super::tree::Tree;
+use super::types::{CacheError, RequestId};
+use admit::{ActiveFetch, Request};
+use grant::ActiveLoad;
+use write::Writes;
+
+/// How often pages of late calls are asked after.
+const COLLECT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Radix tree, pools and storage controller of one worker. See the module's page for the life of a request.
 pub struct CacheManager {
-    _private: (),
+    config: CacheConfig,
+    page_size: usize,
+    pool: Arc<dyn KvPool>,
+    device: DevicePages,
+    tree: Tree,
+    /// Host and storage tiers; none without a host pool.
+    lower: Option<Controller>,
+    counters: Arc<CacheCounters>,
+    listener: Arc<dyn CacheEvents>,
+    requests: HashMap<RequestId, Request>,
+    fetches: HashMap<u64, ActiveFetch>,
+    /// Fetch by fingerprint of everything up to the first page it fetches.
+    fetch_by_span: HashMap<u64, u64>,
+    /// Pages in the spans of running fetches.
+    fetch_pages: usize,
+    loads: HashMap<u64, ActiveLoad>,
+    writes: Writes,
+    next_id: u64,
+    hasher: RandomState,
 }
 
-/// The storage tier's switch, for threads other than the scheduler's. Clones share one switch.
-#[derive(Clone)]
-pub struct StorageHandle {
-    _private: (),
-}
-
-#[allow(unused_variables)]
 impl CacheManager {
     /// Makes an empty cache over `device`, of which it owns all pages, and starts its threads.
     pub fn new(
@@ -37,152 +66,159 @@ impl CacheManager {
         events: Arc<dyn CacheEvents>,
         waker: Waker,
     ) -> Result<Self, CacheError> {
-        todo!()
+        let spec = *device.spec();
+        let pages = u32::try_from(spec.pages).ok().filter(|&pages| pages > 0).ok_or_else(|| CacheError::Config {
+            key: "cache.device_tokens",
+            problem: format!("{} pages; at least one page and at most 2^32 - 1 are needed", spec.pages),
+        })?;
+        if !(0.0..=1.0).contains(&config.prefetch_occupancy) {
+            return Err(CacheError::Config {
+                key: "cache.prefetch_occupancy",
+                problem: format!("{} is not between 0 and 1", config.prefetch_occupancy),
+            });
+        }
+        let counters = Arc::new(CacheCounters::default());
+        let lower = match config.host_pages {
+            0 => None,
+            host_pages => {
+                let host = Arc::new(HostPool::new(&spec, host_pages, config.host_layout, config.identity)?);
+                Some(Controller::new(
+                    &config,
+                    Arc::clone(&device),
+                    host,
+                    Arc::clone(&counters),
+                    Arc::clone(&events),
+                    waker,
+                )?)
+            }
+        };
+        let total = |pages: u32| u64::from(pages) * spec.page_tokens as u64;
+        counters.device_total_tokens.store(total(pages), Ordering::Relaxed);
+        counters.host_total_tokens.store(total(config.host_pages), Ordering::Relaxed);
+        Ok(CacheManager {
+            page_size: spec.page_tokens,
+            tree: Tree::new(spec.page_tokens, config.eviction),
+            config,
+            device: DevicePages::new(pages),
+            pool: device,
+            lower,
+            counters,
+            listener: events,
+            requests: HashMap::new(),
+            fetches: HashMap::new(),
+            fetch_by_span: HashMap::new(),
+            fetch_pages: 0,
+            loads: HashMap::new(),
+            writes: Writes::default(),
+            next_id: 0,
+            hasher: RandomState::new(),
+        })
     }
 
     /// Tokens a page.
     pub fn page_size(&self) -> usize {
-        todo!()
+        self.page_size
     }
 
     /// Pages in the device pool.
     pub fn device_pages(&self) -> usize {
-        todo!()
+        self.device.capacity()
     }
 
     /// The switch of the storage tier.
     pub fn storage(&self) -> StorageHandle {
-        todo!()
+        StorageHandle::new(self.lower.as_ref().map(|lower| Arc::clone(&lower.shared)))
     }
 
     /// Counters and gauges, for other threads. Gauges are brought up to date by `tick`.
     pub fn counters(&self) -> Arc<CacheCounters> {
-        todo!()
-    }
-
-    /// Makes a request known: matches `prompt` in device and host, and starts to fetch what is missing
-    /// from storage if it is long enough. Beginning a known request again starts it anew (its
-    /// grant, if any, must have been given back).
-    pub fn begin(
-        &mut self,
-        request: RequestId,
-        prompt: &[u32],
-        namespace: &CacheNamespace,
-        hints: &ReuseHints,
-    ) -> Admission {
-        todo!()
-    }
-
-    /// Whether `request` still waits for storage. An unknown request is ready.
-    pub fn poll(&mut self, request: RequestId) -> Prefetch {
-        todo!()
-    }
-
-    /// Grants the longest prefix of `tokens` that is in device or host, but never the last token, which
-    /// prefill needs. `tokens` is the prompt, or prompt and output after a preemption. Ends a
-    /// prefetch that is still running. A request holds at most one grant.
-    pub fn acquire(&mut self, request: RequestId, tokens: &[u32]) -> Result<Acquire, CacheError> {
-        todo!()
-    }
-
-    /// Device pages for new tokens; cached pages that nobody locks make room. None if there are not
-    /// enough; then none were taken. The caller owns them until it commits, frees or finishes.
-    pub fn alloc_pages(&mut self, count: usize) -> Option<Vec<u32>> {
-        todo!()
-    }
-
-    /// Gives back pages of `alloc_pages` that were not committed.
-    pub fn free_pages(&mut self, pages: &[u32]) {
-        todo!()
-    }
-
-    /// Device pages that `alloc_pages` could deliver now: free ones and cached ones that nobody locks.
-    pub fn available_pages(&self) -> usize {
-        todo!()
-    }
-
-    /// Takes the whole pages of `tokens` (all tokens of the sequence whose KV is computed) into the tree and
-    /// extends the request's lock over them. `pages` is the request's page table from position 0:
-    /// granted pages, then pages of `alloc_pages`. Where the tree had the page already, the entry is
-    /// replaced by the tree's page and the request's own is freed. Cheap if no page became whole.
-    pub fn commit(
-        &mut self,
-        request: RequestId,
-        tokens: &[u32],
-        pages: &mut Vec<u32>,
-    ) -> Result<(), CacheError> {
-        todo!()
-    }
-
-    /// Ends a request: commits as `commit` does, unlocks, and frees the pages after the last whole one.
-    /// `tokens` and `pages` may be empty for a request that never was granted anything.
-    pub fn finish(&mut self, request: RequestId, tokens: &[u32], pages: Vec<u32>) {
-        todo!()
-    }
-
-    /// Ends a request in any state without committing: unlocks, frees what is not the tree's.
-    pub fn abort(&mut self, request: RequestId, pages: Vec<u32>) {
-        todo!()
-    }
-
-    /// As `finish`, but the request stays known, and `acquire` may be called for it again.
-    pub fn preempt(&mut self, request: RequestId, tokens: &[u32], pages: Vec<u32>) {
-        todo!()
+        Arc::clone(&self.counters)
     }
 
     /// Takes in what the workers finished. Call when the waker fired; also when no request runs, so that
-    /// backups make progress. Returns when to call again at the latest, if retries wait.
+    /// backups make progress. Returns when to call again at the latest, if something waits for time to pass.
     pub fn tick(&mut self) -> Option<Instant> {
-        todo!()
-    }
-
-    /// Empties tiers of what nobody locks.
-    pub fn flush(&mut self, tiers: Tiers) -> Flushed {
-        todo!()
+        self.take_events();
+        let mut next = self.pump_writes();
+        if let Some(lower) = &self.lower {
+            let held = lower.shared.registry.collect(&lower.shared.host);
+            self.counters.host_quarantined_pages.store(held as u64, Ordering::Relaxed);
+            if held > 0 {
+                let again = Instant::now() + COLLECT_INTERVAL;
+                next = Some(next.map_or(again, |next| next.min(again)));
+            }
+        }
+        self.update_gauges();
+        next
     }
 
     /// The figures now, gauges brought up to date.
     pub fn stats(&mut self) -> CacheStats {
-        todo!()
+        self.tick();
+        self.counters.snapshot()
     }
 
-    /// Checks tree, pools and locks against each other: among others, that each page has exactly one owner.
-    /// For tests; takes time in proportion to the cache.
-    pub fn check_integrity(&mut self) -> Result<(), String> {
-        todo!()
+    fn take_events(&mut self) {
+        while let Some(event) = self.lower.as_ref().and_then(|lower| lower.events.try_recv().ok()) {
+            self.take_event(event);
+        }
     }
 
-    /// Writes outstanding backups to storage, at most until `deadline`. Blocks.
-    pub fn drain_backups(&mut self, deadline: Instant) -> Drained {
-        todo!()
-    }
-}
-
-#[allow(unused_variables)]
-impl StorageHandle {
-    /// What a backend needs to know of the host pool before it is attached. None without a host pool.
-    pub fn host_pool(&self) -> Option<HostPoolDescription> {
-        todo!()
-    }
-
-    /// Puts an opened and registered backend to use, after those already attached; one of the same name is replaced.
-    pub fn attached(&self, backend: Arc<dyn StorageBackend>) {
-        todo!()
+    fn take_event(&mut self, event: Event) {
+        match event {
+            Event::BackedUp { job, ok, took } => self.backed_up(job, ok, took),
+            Event::Loaded { id, ok, took } => self.loaded(id, ok, took),
+            Event::FetchProgress(id) => self.harvest(id),
+            Event::FetchNeedsRoom { id, pages } => self.make_fetch_room(id, pages),
+            Event::FetchDone(id) => self.fetch_done(id),
+            Event::Stored(report) => self.stored(report),
+            Event::Flushed => self.writes.flushes_running = self.writes.flushes_running.saturating_sub(1),
+            Event::StorageChanged => self.storage_changed(),
+        }
     }
 
-    /// Stops using the backend of this name: no new call is made; running ones are cancelled and their pages
-    /// come back when they return. False if there is none.
-    pub fn detached(&self, name: &str) -> bool {
-        todo!()
+    fn update_gauges(&self) {
+        let set = |gauge: &AtomicU64, value: usize| gauge.store(value as u64, Ordering::Relaxed);
+        let (_, unlocked, _) = self.tree.totals();
+        let counters = &self.counters;
+        set(&counters.device_used_tokens, (self.device.capacity() - self.device.free_count()) * self.page_size);
+        set(&counters.device_evictable_tokens, unlocked * self.page_size);
+        if let Some(lower) = &self.lower {
+            let host = &lower.shared.host;
+            set(&counters.host_used_tokens, (host.capacity() - host.free_count()) * self.page_size);
+        }
+        set(&counters.tree_nodes, self.tree.node_count());
+        set(&counters.backup_pending_pages, self.writes.pending_pages(&self.tree));
+        set(&counters.prefetches_running, self.fetches.len());
     }
 
-    /// Waits until no call into the named backend is running. False if `timeout` passed first.
-    pub fn quiesced(&self, name: &str, timeout: Duration) -> bool {
-        todo!()
+    fn host(&self) -> Option<&HostPool> {
+        self.lower.as_ref().map(|lower| &*lower.shared.host)
     }
 
-    /// Names of the attached backends, in order.
-    pub fn names(&self) -> Vec<String> {
-        todo!()
+    fn release_host(&self, pages: &[u32]) {
+        if let Some(host) = self.host()
+            && !pages.is_empty()
+        {
+            host.release(pages);
+        }
+    }
+
+    fn new_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn hash(&self, value: impl std::hash::Hash) -> u64 {
+        self.hasher.hash_one(value)
+    }
+
+    fn count(&self, counter: impl Fn(&CacheCounters) -> &AtomicU64, amount: usize) {
+        counter(&self.counters).fetch_add(amount as u64, Ordering::Relaxed);
+    }
+
+    fn misuse(&self, error: &CacheError) {
+        self.count(|counters| &counters.misuses, 1);
+        tracing::error!(%error, "the cache was called wrongly");
     }
 }

@@ -6,4 +6,3 @@ mod pages;
 
 pub(crate) use device::DevicePages;
 pub(crate) use host::HostPool;
-pub(crate) use pages::{PageFault, SharedPages};

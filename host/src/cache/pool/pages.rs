@@ -29,11 +29,6 @@ impl SharedPages {
         }
     }
 
-    /// Pages in the pool.
-    pub fn capacity(&self) -> usize {
-        self.holders.len()
-    }
-
     /// Free pages.
     pub fn free_count(&self) -> usize {
         self.free.len()

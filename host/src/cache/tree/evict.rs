@@ -136,7 +136,6 @@ impl Tree {
     fn take_host(&mut self, id: NodeId) -> Vec<u32> {
         let node = &mut self.nodes[id as usize];
         let pages = std::mem::take(&mut node.host);
-        node.stored = 0;
         self.host_total -= pages.len();
         pages
     }

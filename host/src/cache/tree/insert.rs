@@ -49,6 +49,7 @@ impl Tree {
                 let own = pages[result.pages..].to_vec();
                 result.adopted.extend_from_slice(&own);
                 result.node = self.add_leaf(result.node, Span::new(rest), own, Vec::new());
+                self.nodes[result.node as usize].hits = 1;
                 result.fresh.push(result.node);
                 result.pages = pages.len();
                 break;
@@ -66,6 +67,8 @@ impl Tree {
                 result.adopted.extend_from_slice(given);
                 self.set_device(child, given.to_vec(), false);
             }
+            let node = &mut self.nodes[child as usize];
+            node.hits = node.hits.saturating_add(1);
             result.node = child;
             result.pages += step.used;
         }

@@ -41,11 +41,6 @@ impl Memory {
     pub fn began_elsewhere(&self, page: u64, namespace: u64) -> bool {
         self.first_pages.get(&page).is_some_and(|&seen| seen != namespace)
     }
-
-    /// Forgets everything.
-    pub fn clear(&mut self) {
-        *self = Memory::default();
-    }
 }
 
 #[cfg(test)]

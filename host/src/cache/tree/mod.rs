@@ -33,9 +33,8 @@ use std::sync::Arc;
 use hashbrown::{DefaultHashBuilder, HashTable};
 
 pub(crate) use evict::Removed;
-pub(crate) use insert::{InsertedDevice, InsertedHost};
 pub(crate) use node::{NONE, Node, NodeId, NodeRef};
-pub(crate) use span::{KeyPath, Span};
+pub(crate) use span::KeyPath;
 pub(crate) use walk::Match;
 
 use super::config::EvictionPolicy;
@@ -215,13 +214,22 @@ impl Tree {
 
     /// Marks a node and everything before it as used now.
     pub fn touch(&mut self, id: NodeId) {
+        self.mark_used(id, 0);
+    }
+
+    /// As `touch`, and counts it: a request reuses these pages.
+    pub fn hit(&mut self, id: NodeId) {
+        self.mark_used(id, 1);
+    }
+
+    fn mark_used(&mut self, id: NodeId, hits: u32) {
         self.clock += 1;
         let mut at = id;
         while at != NONE {
             let clock = self.clock;
             let node = &mut self.nodes[at as usize];
             node.last_used = clock;
-            node.hits = node.hits.saturating_add(1);
+            node.hits = node.hits.saturating_add(hits);
             at = node.parent;
         }
     }
@@ -247,7 +255,6 @@ impl Tree {
         let node = &mut self.nodes[id as usize];
         node.host = pages;
         node.backing = true;
-        node.stored = 0;
     }
 
     /// Changes the marks of the node `tail` and of the nodes that were split off it since it began at
@@ -277,11 +284,6 @@ impl Tree {
     pub fn is_elsewhere(&self, root: NodeId, page: &[u32]) -> bool {
         let tag = self.root_info.get(&root).map_or(0, |info| info.tag);
         self.memory.began_elsewhere(self.hasher.hash_one(page), tag)
-    }
-
-    /// Forgets what was evicted.
-    pub fn forget(&mut self) {
-        self.memory.clear();
     }
 
     fn fingerprint(&self, root: NodeId, start: u32, page: &[u32]) -> u64 {

@@ -131,12 +131,6 @@ impl Tree {
             self.refresh(id);
         }
     }
-
-    /// The only child of a node, for trying `merge_up` from it.
-    pub fn only_child(&self, id: NodeId) -> Option<NodeId> {
-        let node = self.node(id);
-        (node.children == 1).then_some(node.first_child)
-    }
 }
 
 fn take_front(pages: &mut Vec<u32>, count: usize) -> Vec<u32> {

@@ -1,0 +1,156 @@
+//! Copies between device and host.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use kvdock_kernels::KvPool;
+
+use super::{Event, Shared};
+use crate::cache::pool::HostPool;
+use crate::cache::tree::NodeRef;
+
+/// Pages a worker takes at a time from a load that several work on.
+const LOAD_STEP: usize = 2;
+
+/// Device pages of a node to be copied to the host. The node is locked until it is done.
+#[derive(Debug)]
+pub(crate) struct BackupJob {
+    /// The node as it was; nodes split off it since belong to the job too.
+    pub node: NodeRef,
+    /// First page of the node when the job began.
+    pub start: u32,
+    /// Source.
+    pub device: Vec<u32>,
+    /// Target.
+    pub host: Vec<u32>,
+    /// Session the pages come from.
+    pub session: Option<Arc<str>>,
+}
+
+/// Host pages to be copied to the device, by several workers at once.
+#[derive(Debug)]
+pub(crate) struct LoadJob {
+    /// Which load it is.
+    pub id: u64,
+    /// Host page and device page.
+    pub pairs: Vec<(u32, u32)>,
+    /// When it began.
+    pub began: Instant,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    failed: AtomicBool,
+}
+
+impl LoadJob {
+    /// A load that has not begun.
+    pub fn new(id: u64, pairs: Vec<(u32, u32)>) -> Arc<Self> {
+        Arc::new(LoadJob {
+            id,
+            began: Instant::now(),
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(pairs.len()),
+            failed: AtomicBool::new(false),
+            pairs,
+        })
+    }
+}
+
+/// Copies one page to the host; false if that failed.
+///
+/// # Safety
+///
+/// The caller holds the host page and it is no one else's yet; the device page is complete, and stays
+/// so during the call.
+pub(crate) unsafe fn copy_out(device: &dyn KvPool, from: u32, host: &HostPool, to: u32) -> bool {
+    let Some(target) = host.page(to) else {
+        tracing::error!(page = to, "host page outside the pool");
+        return false;
+    };
+    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
+    // promise nobody else touches the host page or writes the device page.
+    match unsafe { device.copy_page_out(from, &target) } {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::error!(%error, page = from, "device page could not be copied to the host");
+            false
+        }
+    }
+}
+
+/// Copies one page to the device; false if that failed.
+///
+/// # Safety
+///
+/// The host page is complete and not written during the call; the device page belongs to the caller
+/// and nobody reads it yet.
+pub(crate) unsafe fn copy_in(device: &dyn KvPool, host: &HostPool, from: u32, to: u32) -> bool {
+    let Some(source) = host.page(from) else {
+        tracing::error!(page = from, "host page outside the pool");
+        return false;
+    };
+    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
+    // promise nobody writes the host page or touches the device page.
+    match unsafe { device.copy_page_in(to, &source) } {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::error!(%error, page = to, "host page could not be copied to the device");
+            false
+        }
+    }
+}
+
+/// What a copy worker does until the channels close. Loads come first, also in the middle of a backup:
+/// a request waits for them.
+pub(super) fn work(shared: &Shared) {
+    let (loads, backups) = (&shared.load_queue, &shared.copy_queue);
+    loop {
+        crossbeam_channel::select_biased! {
+            recv(loads) -> job => match job {
+                Ok(job) => load(shared, &job),
+                Err(_) => return,
+            },
+            recv(backups) -> job => match job {
+                Ok(job) => backup(shared, job),
+                Err(_) => return,
+            },
+        }
+    }
+}
+
+fn load(shared: &Shared, job: &LoadJob) {
+    loop {
+        let from = job.next.fetch_add(LOAD_STEP, Ordering::Relaxed);
+        let Some(rest) = job.pairs.get(from..) else { return };
+        let step = &rest[..rest.len().min(LOAD_STEP)];
+        if step.is_empty() {
+            return;
+        }
+        for &(host_page, device_page) in step {
+            // SAFETY: the host page is complete and locked in the tree; the device page is marked as
+            // loading there, so nobody reads it before this job is reported.
+            if !unsafe { copy_in(&*shared.device, &shared.host, host_page, device_page) } {
+                job.failed.store(true, Ordering::Release);
+            }
+        }
+        if job.left.fetch_sub(step.len(), Ordering::AcqRel) == step.len() {
+            let ok = !job.failed.load(Ordering::Acquire);
+            shared.send(Event::Loaded { id: job.id, ok, took: job.began.elapsed() });
+            return;
+        }
+    }
+}
+
+fn backup(shared: &Shared, job: BackupJob) {
+    let began = Instant::now();
+    let mut ok = true;
+    for (&device_page, &host_page) in job.device.iter().zip(&job.host) {
+        while let Ok(urgent) = shared.load_queue.try_recv() {
+            load(shared, &urgent);
+        }
+        // SAFETY: the node is locked, so its device pages stay; its host pages are marked as being
+        // filled, so nobody reads them before this job is reported.
+        ok &= unsafe { copy_out(&*shared.device, device_page, &shared.host, host_page) };
+    }
+    shared.send(Event::BackedUp { job, ok, took: began.elapsed() });
+}

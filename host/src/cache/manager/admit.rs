@@ -1,0 +1,382 @@
+//! From `begin` to the end of the wait for storage.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::CacheManager;
+use super::grant::Phase;
+use crate::cache::config::PrefetchPolicy;
+use crate::cache::controller::{Fetch, FetchStep};
+use crate::cache::tree::{KeyPath, Match, NONE};
+use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, RequestId, ReuseHints};
+
+/// Fetches a request may start after the one it first waited for.
+const FOLLOW_UPS: u32 = 2;
+
+/// A request as the cache knows it.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub namespace: CacheNamespace,
+    pub hints: ReuseHints,
+    pub session: Option<Arc<str>>,
+    pub prompt: Arc<[u32]>,
+    pub phase: Phase,
+    /// The fetch it waits for.
+    pub wait: Option<Wait>,
+    /// What came of asking storage.
+    pub storage: StorageOutcome,
+    /// Pages of the sequence that its fetch brought in.
+    pub fetched: Range<usize>,
+    /// It waited for another's fetch, and may need more than that brought.
+    look_again: bool,
+    follow_ups: u32,
+}
+
+/// What storage said about a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StorageOutcome {
+    /// Pages of the sequence up to which storage has it.
+    pub hit_end: usize,
+    /// Why nothing more came.
+    pub reason: Option<MissReason>,
+}
+
+/// A wait for a fetch.
+#[derive(Debug)]
+pub(super) struct Wait {
+    fetch: u64,
+    joined: bool,
+    began: Instant,
+    /// When the policy gives up; set at the first look that found the fetch running.
+    until: Option<Instant>,
+}
+
+/// A fetch that runs.
+#[derive(Debug)]
+pub(super) struct ActiveFetch {
+    pub fetch: Arc<Fetch>,
+    namespace: CacheNamespace,
+    fingerprint: u64,
+    waiters: usize,
+    /// Pages of the sequence that went into the tree.
+    delivered: Range<usize>,
+    /// The longest it may take by the backends' own deadlines.
+    bound: Duration,
+}
+
+impl Request {
+    /// Whole pages of `tokens` that may be reused: at least one token stays for prefill.
+    pub fn reusable_pages(&self, tokens: usize, page_size: usize) -> usize {
+        tokens.saturating_sub(1).min(self.hints.reuse_limit.unwrap_or(usize::MAX)) / page_size
+    }
+}
+
+impl CacheManager {
+    /// Makes a request known: matches `prompt` in device and host, and starts to fetch what is missing
+    /// from storage if it is long enough. Beginning a known request again starts it anew (its
+    /// grant, if any, must have been given back).
+    pub fn begin(
+        &mut self,
+        request: RequestId,
+        prompt: &[u32],
+        namespace: &CacheNamespace,
+        hints: &ReuseHints,
+    ) -> Admission {
+        self.take_events();
+        if self.requests.contains_key(&request) {
+            self.abort(request, Vec::new());
+        }
+        let mut state = Request {
+            namespace: CacheNamespace::new(namespace.extra_key.clone(), namespace.cache_salt.clone()),
+            hints: hints.clone(),
+            session: hints.session_id.as_deref().map(Arc::from),
+            prompt: prompt.into(),
+            phase: Phase::Queued { ignore_host: false },
+            wait: None,
+            storage: StorageOutcome { hit_end: 0, reason: None },
+            fetched: 0..0,
+            look_again: false,
+            follow_ups: 0,
+        };
+        let found = self.start_fetch(&mut state);
+        let admission = Admission {
+            device_tokens: found.device_pages * self.page_size,
+            host_tokens: (found.pages - found.device_pages) * self.page_size,
+            prefetching: state.wait.is_some(),
+        };
+        self.requests.insert(request, state);
+        admission
+    }
+
+    /// Whether `request` still waits for storage. An unknown request is ready.
+    pub fn poll(&mut self, request: RequestId) -> Prefetch {
+        self.take_events();
+        let Some(mut state) = self.requests.remove(&request) else {
+            return Prefetch::Ready;
+        };
+        let answer = self.poll_state(&mut state);
+        self.requests.insert(request, state);
+        answer
+    }
+
+    fn poll_state(&mut self, state: &mut Request) -> Prefetch {
+        if state.look_again && state.wait.is_none() {
+            state.look_again = false;
+            if state.follow_ups < FOLLOW_UPS {
+                state.follow_ups += 1;
+                self.start_fetch(state);
+            }
+        }
+        let Some(wait) = &mut state.wait else {
+            return Prefetch::Ready;
+        };
+        let now = Instant::now();
+        let until = match self.config.prefetch_policy {
+            PrefetchPolicy::BestEffort => now,
+            PrefetchPolicy::Timeout => {
+                let pages = self.fetches.get(&wait.fetch).map_or(0, |active| active.fetch.span);
+                let allowed = timeout(
+                    self.config.prefetch_timeout_base,
+                    self.config.prefetch_timeout_per_ki_token,
+                    pages,
+                    self.page_size,
+                );
+                // The clock starts at the first look that finds the request blocked.
+                *wait.until.get_or_insert(now + allowed)
+            }
+            PrefetchPolicy::WaitComplete => {
+                let bound = self.fetches.get(&wait.fetch).map_or(Duration::ZERO, |active| active.bound);
+                *wait.until.get_or_insert(wait.began + bound)
+            }
+        };
+        let enough = self.find(state, &state.prompt).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
+        if now >= until || enough {
+            self.stop_waiting(state);
+            return Prefetch::Ready;
+        }
+        Prefetch::Waiting { until }
+    }
+
+    /// The longest prefix of `tokens` that may be reused and is in the tree.
+    pub(super) fn find(&self, state: &Request, tokens: &[u32]) -> Match {
+        let pages = state.reusable_pages(tokens.len(), self.page_size);
+        match (self.tree.find_root(&state.namespace), tokens.get(..pages * self.page_size)) {
+            (Some(root), Some(tokens)) => self.tree.find(root, tokens),
+            _ => Match { node: NONE, used: 0, pages: 0, device_pages: 0 },
+        }
+    }
+
+    /// Starts or joins a fetch for what the tree lacks of the prompt. Says what the tree has.
+    fn start_fetch(&mut self, state: &mut Request) -> Match {
+        let found = self.find(state, &state.prompt);
+        let pages = state.reusable_pages(state.prompt.len(), self.page_size);
+        let span = pages - found.pages;
+        state.storage = StorageOutcome { hit_end: found.pages, reason: None };
+        if span == 0 {
+            return found;
+        }
+        match self.fetch_span(state, found, span) {
+            Ok(wait) => state.wait = Some(wait),
+            Err(reason) => state.storage.reason = Some(reason),
+        }
+        found
+    }
+
+    fn fetch_span(&mut self, state: &Request, found: Match, span: usize) -> Result<Wait, MissReason> {
+        let Some(lower) = &self.lower else {
+            return Err(MissReason::StorageOff);
+        };
+        let backends = lower.shared.registry.current();
+        if backends.is_empty() {
+            return Err(MissReason::StorageOff);
+        }
+        let threshold = self.config.prefetch_threshold.max(self.page_size);
+        if span * self.page_size < threshold {
+            return Err(MissReason::TooShort);
+        }
+        if backends.iter().all(|attached| attached.is_resting()) {
+            self.count(|counters| &counters.breaker_skips, 1);
+            return Err(MissReason::BackendFailed);
+        }
+        let upto = (found.pages + 1) * self.page_size;
+        let fingerprint = self.hash((&state.namespace, state.prompt.get(..upto)));
+        let began = Instant::now();
+        if let Some(&fetch) = self.fetch_by_span.get(&fingerprint)
+            && let Some(active) = self.fetches.get_mut(&fetch)
+        {
+            active.waiters += 1;
+            self.count(|counters| &counters.prefetch_shared, 1);
+            return Ok(Wait { fetch, joined: true, began, until: None });
+        }
+        let limit = (self.config.prefetch_occupancy * lower.shared.host.capacity() as f64) as usize;
+        if self.fetch_pages >= limit {
+            self.count(|counters| &counters.prefetch_rate_limited, 1);
+            return Err(MissReason::HostFull);
+        }
+        let path = match found.pages {
+            0 => KeyPath { seed: state.namespace.seed(), ..KeyPath::default() },
+            _ => self.tree.key_path(found.node, found.used),
+        };
+        let epoch = lower.shared.registry.epoch();
+        // One round of questions and one of reads, each of which a backend may use to its deadline.
+        let bound = backends.iter().map(|attached| attached.timeout()).sum::<Duration>() * 2;
+        let id = self.new_id();
+        let tokens: Arc<[u32]> = state.prompt[..(found.pages + span) * self.page_size].into();
+        let session = state.hints.session_id.clone().unwrap_or_default();
+        let fetch = Fetch::new(id, path, tokens, span, threshold.div_ceil(self.page_size), epoch, session);
+        let active = ActiveFetch {
+            fetch: Arc::clone(&fetch),
+            namespace: state.namespace.clone(),
+            fingerprint,
+            waiters: 1,
+            delivered: found.pages..found.pages,
+            bound,
+        };
+        self.fetches.insert(id, active);
+        self.fetch_by_span.insert(fingerprint, id);
+        self.fetch_pages += span;
+        if let Some(lower) = &self.lower {
+            lower.fetch(FetchStep::Query(fetch));
+        }
+        Ok(Wait { fetch: id, joined: false, began, until: None })
+    }
+
+    /// Ends a request's wait: what has come by now is in the tree; if nobody else waits, the rest is
+    /// called off.
+    pub(super) fn stop_waiting(&mut self, state: &mut Request) {
+        let Some(wait) = state.wait.take() else { return };
+        self.harvest(wait.fetch);
+        let Some(active) = self.fetches.get_mut(&wait.fetch) else { return };
+        active.waiters = active.waiters.saturating_sub(1);
+        let (start, last) = (active.fetch.start, active.waiters == 0);
+        let (hit, taken, fault) = {
+            let fetched = active.fetch.state.lock();
+            (fetched.hit, fetched.taken, fetched.fault)
+        };
+        state.fetched = active.delivered.clone();
+        // A fetch that has not even answered may have all of it.
+        state.storage.hit_end = start + hit.unwrap_or(active.fetch.span);
+        state.storage.reason = fault.or(Some(MissReason::BackendSlow));
+        if last {
+            active.fetch.cancel.cancel();
+            let fingerprint = active.fingerprint;
+            self.fetch_by_span.remove(&fingerprint);
+            let missed = hit.unwrap_or(0).saturating_sub(taken) * self.page_size;
+            self.count(|counters| &counters.unfulfilled_deadline_tokens, missed);
+        }
+    }
+
+    /// Puts the pages of a fetch that came in since the last time into the tree.
+    pub(super) fn harvest(&mut self, id: u64) {
+        let Some(active) = self.fetches.get_mut(&id) else { return };
+        let fetch = Arc::clone(&active.fetch);
+        let (from, pages) = fetch.take_ready();
+        if pages.is_empty() {
+            return;
+        }
+        let start = fetch.start + from;
+        let end = start + pages.len();
+        active.delivered.end = end;
+        let root = self.tree.root(&active.namespace);
+        let state = fetch.state.lock();
+        let result = match (fetch.tokens.get(..end * self.page_size), state.keys.get(start..end)) {
+            (Some(tokens), Some(keys)) => self.tree.insert_host(root, tokens, start, keys, pages, fetch.epoch),
+            _ => {
+                drop(state);
+                tracing::error!(id, "a fetch delivered pages it was not asked for");
+                return self.release_host(&pages);
+            }
+        };
+        drop(state);
+        self.tree.retire_root(root);
+        self.release_host(&result.rejected);
+        if result.orphaned {
+            // The prefix left while its continuation was on its way.
+            self.count(|counters| &counters.unfulfilled_storage_transfer_tokens, (end - start) * self.page_size);
+            if let Some(active) = self.fetches.get_mut(&id) {
+                active.delivered.end = active.delivered.start;
+            }
+        }
+    }
+
+    /// Makes room in the host pool for the pages that a fetch found, or for as many as are worth it.
+    pub(super) fn make_fetch_room(&mut self, id: u64, wanted: usize) {
+        let Some(fetch) = self.fetches.get(&id).map(|active| Arc::clone(&active.fetch)) else { return };
+        if fetch.cancel.is_cancelled() {
+            return self.fetch_done(id);
+        }
+        self.make_host_room(wanted);
+        let Some(lower) = &self.lower else { return };
+        let host = &lower.shared.host;
+        let room = match host.alloc(wanted) {
+            Some(pages) => Some(pages),
+            // A shorter prefix is still worth it if it reaches the threshold.
+            None => Some(host.free_count()).filter(|&free| free >= fetch.threshold).and_then(|free| host.alloc(free)),
+        };
+        let missing = wanted - room.as_ref().map_or(0, Vec::len);
+        self.count(|counters| &counters.unfulfilled_host_capacity_tokens, missing * self.page_size);
+        let mut state = fetch.state.lock();
+        if missing > 0 {
+            state.fault = Some(MissReason::HostFull);
+        }
+        match room {
+            Some(pages) => {
+                state.give_room(pages);
+                drop(state);
+                lower.fetch(FetchStep::Transfer(fetch));
+            }
+            None => {
+                drop(state);
+                self.fetch_done(id);
+            }
+        }
+    }
+
+    /// Takes leave of a fetch: its last pages, and the requests that wait for it.
+    pub(super) fn fetch_done(&mut self, id: u64) {
+        self.harvest(id);
+        let Some(active) = self.fetches.remove(&id) else { return };
+        self.fetch_by_span.retain(|_, fetch| *fetch != id);
+        self.fetch_pages -= active.fetch.span;
+        self.release_host(&active.fetch.take_rest());
+        let (hit, taken, fault) = {
+            let state = active.fetch.state.lock();
+            (state.hit.unwrap_or(0), state.taken, state.fault)
+        };
+        let undelivered = matches!(
+            fault,
+            Some(MissReason::Corrupt | MissReason::BackendFailed | MissReason::BackendSlow | MissReason::Evicted)
+        );
+        if undelivered && !active.fetch.cancel.is_cancelled() {
+            let missed = hit.saturating_sub(taken) * self.page_size;
+            self.count(|counters| &counters.unfulfilled_storage_transfer_tokens, missed);
+        }
+        for state in self.requests.values_mut() {
+            let Some(wait) = state.wait.take_if(|wait| wait.fetch == id) else { continue };
+            state.look_again = wait.joined;
+            state.fetched = active.delivered.clone();
+            state.storage = StorageOutcome { hit_end: active.fetch.start + hit, reason: fault };
+        }
+    }
+}
+
+/// Time the `timeout` policy allows for a span: a constant part, and a part for each whole page.
+fn timeout(base: Duration, per_ki_token: Duration, pages: usize, page_size: usize) -> Duration {
+    let per_page = per_ki_token.as_secs_f64() * page_size as f64 / 1024.0;
+    base + Duration::try_from_secs_f64(per_page * pages as f64).unwrap_or(Duration::ZERO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_timeout_grows_with_the_span() {
+        let base = Duration::from_secs(1);
+        let per_ki = Duration::from_millis(250);
+        assert_eq!(timeout(base, per_ki, 0, 16), base);
+        assert_eq!(timeout(base, per_ki, 64, 16), Duration::from_millis(1250), "1,024 tokens");
+        assert_eq!(timeout(base, per_ki, 128, 16), Duration::from_millis(1500));
+    }
+}

@@ -1,0 +1,74 @@
+//! The storage tier's switch.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cache::controller::{Event, Shared};
+use crate::plugin::backend::{HostPoolDescription, StorageBackend};
+
+/// The storage tier's switch, for threads other than the scheduler's. Clones share one switch.
+/// Everything here may be called at any time, also under load; no request fails because of it.
+#[derive(Clone)]
+pub struct StorageHandle {
+    shared: Option<Arc<Shared>>,
+}
+
+impl StorageHandle {
+    pub(super) fn new(shared: Option<Arc<Shared>>) -> Self {
+        StorageHandle { shared }
+    }
+
+    /// What a backend needs to know of the host pool before it is attached. None without a host pool; then
+    /// there can be no storage tier.
+    pub fn host_pool(&self) -> Option<HostPoolDescription> {
+        self.shared.as_ref().map(|shared| shared.host.description().clone())
+    }
+
+    /// Puts an opened and registered backend to use, after those already attached; one of the same name is
+    /// replaced where it stood. Pages that the host pool holds are offered to it.
+    pub fn attached(&self, backend: Arc<dyn StorageBackend>) {
+        match &self.shared {
+            Some(shared) => {
+                shared.registry.attach(backend);
+                shared.send(Event::StorageChanged);
+            }
+            None => tracing::error!(
+                backend = backend.name(),
+                "a storage backend needs a host pool (cache.host_tokens); it is not used"
+            ),
+        }
+    }
+
+    /// Stops using the backend of this name: no new call is made; running ones are cancelled and their pages
+    /// come back when they return. False if there is none.
+    pub fn detached(&self, name: &str) -> bool {
+        let Some(shared) = &self.shared else { return false };
+        let known = shared.registry.detach(name);
+        if known {
+            shared.send(Event::StorageChanged);
+        }
+        known
+    }
+
+    /// Waits until no call into a backend detached or replaced under this name is running. False if `timeout`
+    /// passed first.
+    pub fn quiesced(&self, name: &str, timeout: Duration) -> bool {
+        self.shared.as_ref().is_none_or(|shared| shared.registry.quiesced(name, timeout))
+    }
+
+    /// Says that the store behind this name was emptied: nothing is believed to be stored there any more.
+    pub fn emptied(&self, name: &str) {
+        if let Some(shared) = &self.shared {
+            shared.registry.emptied(name);
+            shared.send(Event::StorageChanged);
+        }
+    }
+
+    /// Names of the attached backends, in order.
+    pub fn names(&self) -> Vec<String> {
+        self.shared
+            .as_ref()
+            .map(|shared| shared.registry.current().iter().map(|attached| attached.name().to_owned()).collect())
+            .unwrap_or_default()
+    }
+}
