@@ -1,2 +1,7 @@
 //! The `kvdock` command.
-fn main() {}
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    kvdock::cli::main()
+}

@@ -83,7 +83,7 @@ pub(crate) const KEYS: &[Key] = &[
         "\"hierarchical\"",
         "`hierarchical`: device, host and storage tiers; `linker`: storage straight into device pages; `device`: the device tier alone.",
     ),
-    key("cache.page_size", Kind::Int(1, 1024), "16", "Tokens a page; a power of two."),
+    key("cache.page_size", Kind::Int(1, 256), "16", "Tokens a page."),
     key(
         "cache.device_tokens",
         Kind::IntOrAuto(1, COUNT),

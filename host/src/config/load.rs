@@ -157,11 +157,6 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
         let origin = leaves.get(key).map_or(Origin::Default, |leaf| leaf.origin.clone());
         errors.push(ConfigError::new(&origin, format!("{key} {message}")));
     };
-    let page = config.cache.page_size;
-    if !page.is_power_of_two() {
-        let near = page.next_power_of_two();
-        wrong("cache.page_size", format!("= {page}: takes a power of two from 1 to 1024, such as {near}"));
-    }
     if config.server.host.is_empty() {
         wrong("server.host", "= \"\": takes an address or host name, such as \"127.0.0.1\" or \"0.0.0.0\"".into());
     }

@@ -89,8 +89,8 @@ fn every_error_is_reported_with_value_and_what_is_allowed() {
         ]
     );
     assert_eq!(
-        errors("[cache]\npage_size = 24"),
-        ["kvdock.toml:2: cache.page_size = 24: takes a power of two from 1 to 1024, such as 32"]
+        errors("[cache]\npage_size = 512"),
+        ["kvdock.toml:2: cache.page_size = 512: takes an integer from 1 to 256"]
     );
 }
 

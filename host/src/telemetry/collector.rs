@@ -10,6 +10,7 @@ use super::write::Writer;
 use crate::cache::{CacheStats, StorageOp, StorageResult};
 use crate::engine::EngineStats;
 use crate::plugin::admin::BackendStatus;
+use crate::plugin::manager::ReportedMetric;
 
 /// Reads all figures when metrics are asked for.
 pub(super) struct Figures(pub MetricSources);
@@ -220,11 +221,30 @@ impl Figures {
         }
         let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
         out.counters("kvdock:storage_pages", "Pages by backend, call and what became of them", &series)?;
-        let Some(storage) = &self.0.storage else {
-            return Ok(());
-        };
-        backend_states(out, &storage.status().backends)
+        if let Some(storage) = &self.0.storage {
+            backend_states(out, &storage.status().backends)?;
+        }
+        if let Some(plugins) = &self.0.plugins {
+            plugin_figures(out, &plugins.reported_metrics())?;
+        }
+        Ok(())
     }
+}
+
+/// What plugins reported. Their names are theirs, so they stand in a label and can't collide with
+/// anybody's.
+fn plugin_figures(out: &mut Writer<'_>, reported: &[ReportedMetric]) -> fmt::Result {
+    let labelled: Vec<_> = reported
+        .iter()
+        .map(|(backend, name, labels, metric)| {
+            let labels = [("backend", backend.as_str()), ("name", name.as_str()), ("labels", labels.as_str())];
+            (labels, metric)
+        })
+        .collect();
+    let values: Vec<_> = labelled.iter().map(|(l, metric)| (l.as_slice(), metric.value)).collect();
+    out.gauges("kvdock:plugin_value", "What plugins report: sums of counters, values of gauges", &values)?;
+    let counts: Vec<_> = labelled.iter().map(|(l, metric)| (l.as_slice(), metric.count)).collect();
+    out.counters("kvdock:plugin_reports", "How often plugins reported", &counts)
 }
 
 fn backend_states(out: &mut Writer<'_>, backends: &[BackendStatus]) -> fmt::Result {

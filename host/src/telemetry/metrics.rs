@@ -10,6 +10,7 @@ use super::events::CacheObserver;
 use super::http::HttpMetrics;
 use crate::cache::CacheCounters;
 use crate::engine::EngineHandle;
+use crate::plugin::PluginManager;
 use crate::plugin::admin::StorageAdmin;
 
 /// `Content-Type` of [`Metrics::text`].
@@ -25,6 +26,8 @@ pub struct MetricSources {
     pub observer: Arc<CacheObserver>,
     /// State of the storage backends.
     pub storage: Option<Arc<dyn StorageAdmin>>,
+    /// Where plugins' own figures are.
+    pub plugins: Option<PluginManager>,
     /// Tokens a page.
     pub page_size: u32,
 }

@@ -1,0 +1,238 @@
+//! From a configuration to a running engine with its storage tier.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvdock_kernels::cpu::CpuDevice;
+use kvdock_kernels::{Device, KvDtype, KvSpec};
+use kvdock_models::{LoadOptions, LoadedModel};
+use serde_json::{Value, json};
+
+use super::machine;
+use super::progress::Progress;
+use super::sink::CacheSink;
+use super::sizes::{PoolSizes, Wanted, pools};
+use crate::cache::{CacheConfig, CacheError, CacheManager};
+use crate::config::{Amount, CacheMode, Config};
+use crate::engine::{Engine, EngineConfig, EngineParts, Mailbox};
+use crate::plugin::admin::StorageAdmin;
+use crate::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity, search_path};
+use crate::server::Served;
+use crate::telemetry::{CacheObserver, MetricSources, Metrics};
+
+/// What runs, and what has to be ended in order.
+pub(super) struct Running {
+    pub engine: Engine,
+    pub storage: PluginManager,
+    pub served: Served,
+}
+
+/// Loads the model, makes the pools, starts the engine and attaches storage.
+///
+/// # Errors
+/// One line that names what is wrong.
+pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> {
+    let Some(path) = &config.model.path else {
+        return Err("model.path is not set; name a GGUF file or a Hugging Face folder: --set model.path=FILE".into());
+    };
+    let threads = match config.engine.threads {
+        Amount::Fixed(threads) => threads as usize,
+        Amount::Auto => machine::cpus(),
+    };
+    let device = CpuDevice::new(threads).map_err(|error| format!("engine.threads = {threads}: {error}"))?;
+    let device: Arc<dyn Device> = Arc::new(device);
+    let model = load_model(path, &device)?;
+    let spec = model.spec().clone();
+    let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
+
+    let dtype = kv_dtype(&config.cache.dtype)?;
+    let page_size = config.cache.page_size;
+    let shape = |pages: usize| spec.kv.pool(dtype, page_size as usize, pages);
+    let sizes = pools(&Wanted {
+        device_tokens: config.cache.device_tokens,
+        host_tokens: (config.cache.mode != CacheMode::Device).then_some(config.cache.host_tokens),
+        page_size,
+        page_bytes: shape(1).page_bytes() as u64,
+        context: spec.context_length as u64,
+        memory: machine::memory(),
+    })?;
+    let pool_shape: KvSpec = shape(sizes.device_pages as usize);
+    let pool = device.alloc_kv_pool(pool_shape).map_err(|error| format!("cache.device_tokens: {error}"))?;
+
+    let namespace = namespace(config, &model, dtype);
+    let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
+    let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
+    let observer = Arc::new(CacheObserver::default());
+    let mailbox = Mailbox::new();
+    let cache = CacheManager::new(cache_config, pool.clone(), observer.clone(), mailbox.waker())
+        .map_err(|error| error.to_string())?;
+    let counters = cache.counters();
+    let sink = CacheSink {
+        storage: cache.storage(),
+        prefetch_policy: config.cache.prefetch_policy.clone(),
+        write_policy: config.cache.write_policy.clone(),
+    };
+    let engine = Engine::start(
+        EngineConfig {
+            prefill_chunk: config.engine.prefill_chunk as usize,
+            max_running_requests: config.engine.max_running_requests as usize,
+            max_queued_requests: config.engine.max_queued_requests as usize,
+            ..EngineConfig::default()
+        },
+        EngineParts { model: model.model.clone(), tokenizer: model.tokenizer.clone(), pool, cache, mailbox },
+    )
+    .map_err(|error| error.to_string())?;
+
+    let folders = search_path(&config.storage.plugin_path);
+    let storage = PluginManager::new(config.storage.clone(), folders, identity, Arc::new(sink));
+    storage.attach_configured().map_err(|error| error.to_string())?;
+    let admin: Option<Arc<dyn StorageAdmin>> = match sizes.host_pages {
+        0 => None,
+        _ => Some(Arc::new(storage.clone())),
+    };
+
+    let tokens = |pages: u32| u64::from(pages) * u64::from(page_size);
+    tracing::info!(
+        model = %name,
+        architecture = %spec.architecture,
+        device = %device.name(),
+        context = spec.context_length,
+        device_tokens = tokens(sizes.device_pages),
+        host_tokens = tokens(sizes.host_pages),
+        "model loaded"
+    );
+    let metrics = Metrics::new(
+        &name,
+        MetricSources {
+            engine: engine.handle(),
+            cache: counters,
+            observer,
+            storage: admin.clone(),
+            plugins: Some(storage.clone()),
+            page_size,
+        },
+    );
+    let served = Served {
+        engine: engine.handle(),
+        tokenizer: model.tokenizer,
+        template: model.template,
+        spec,
+        model_name: name,
+        model_path: path.display().to_string(),
+        storage: admin,
+        settings: settings(config),
+        page_size,
+        device_tokens: tokens(sizes.device_pages),
+        host_tokens: tokens(sizes.host_pages),
+        metrics,
+        startup_seconds: began.elapsed().as_secs_f64(),
+    };
+    Ok(Running { engine, storage, served })
+}
+
+fn load_model(path: &Path, device: &Arc<dyn Device>) -> Result<LoadedModel, String> {
+    let progress = Progress::new();
+    let update = |done, all| progress.update(done, all);
+    let options = LoadOptions { progress: &update, ..LoadOptions::new(device.clone()) };
+    let model = kvdock_models::load(path, &options);
+    progress.finish();
+    model.map_err(|error| format!("model.path: {error}"))
+}
+
+fn name_of(path: &Path) -> String {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let is_gguf = absolute.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    let name = if is_gguf { absolute.file_stem() } else { absolute.file_name() };
+    match name {
+        Some(name) => name.to_string_lossy().into_owned(),
+        None => "model".to_owned(),
+    }
+}
+
+fn kv_dtype(name: &str) -> Result<KvDtype, String> {
+    [KvDtype::F16, KvDtype::BF16, KvDtype::F32]
+        .into_iter()
+        .find(|dtype| dtype.name() == name)
+        .ok_or_else(|| format!("cache.dtype = {name:?}: is none that this build has"))
+}
+
+fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype) -> Namespace {
+    let spec = model.spec();
+    let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+    Namespace {
+        format: PAGE_FORMAT,
+        architecture: spec.architecture.clone(),
+        weights_sha256: spec.weights_digest_hex(),
+        kv_dtype: dtype.name().to_owned(),
+        host_layout: config.cache.host_layout.clone(),
+        page_tokens: config.cache.page_size,
+        layers: small(spec.kv.layers),
+        kv_heads: small(spec.kv.kv_heads),
+        head_dim_k: small(spec.kv.head_dim_k),
+        head_dim_v: small(spec.kv.head_dim_v),
+        tp: (0, config.engine.tp_size),
+        pp: (0, config.engine.pp_size),
+        cp: (0, config.engine.cp_size),
+        numerics_id: spec.numerics_id.clone(),
+    }
+}
+
+fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result<CacheConfig, CacheError> {
+    let cache = &config.cache;
+    Ok(CacheConfig {
+        host_pages: sizes.host_pages,
+        host_layout: cache.host_layout.parse()?,
+        write_policy: cache.write_policy.parse()?,
+        prefetch_policy: cache.prefetch_policy.parse()?,
+        prefetch_threshold: cache.prefetch_threshold as usize,
+        prefetch_timeout_base: cache.prefetch_timeout_base,
+        prefetch_timeout_per_ki_token: cache.prefetch_timeout_per_ki_token,
+        eviction: cache.eviction.parse()?,
+        identity,
+        ..CacheConfig::default()
+    })
+}
+
+/// The configuration as `/get_server_info` shows it: without keys, and without the backends'
+/// tables, which may hold secrets.
+fn settings(config: &Config) -> Value {
+    let amount = |amount: Amount| match amount {
+        Amount::Auto => json!("auto"),
+        Amount::Fixed(count) => json!(count),
+    };
+    json!({
+        "host": config.server.host,
+        "port": config.server.port,
+        "device": "cpu",
+        "threads": amount(config.engine.threads),
+        "chunked_prefill_size": config.engine.prefill_chunk,
+        "max_queued_requests": config.engine.max_queued_requests,
+        "tp_size": config.engine.tp_size,
+        "pp_size": config.engine.pp_size,
+        "kv_cache_dtype": config.cache.dtype,
+        "radix_eviction_policy": config.cache.eviction,
+        "enable_hierarchical_cache": config.cache.mode == CacheMode::Hierarchical,
+        "hicache_mem_layout": config.cache.host_layout,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_after_its_file_or_folder() {
+        assert_eq!(name_of(Path::new("/m/Some.Model-Q4_1.gguf")), "Some.Model-Q4_1");
+        assert_eq!(name_of(Path::new("/m/Some.Model/")), "Some.Model");
+        assert_ne!(name_of(Path::new(".")), "model");
+    }
+
+    #[test]
+    fn every_configured_dtype_exists() {
+        for name in ["f16", "bf16", "f32"] {
+            assert_eq!(kv_dtype(name).unwrap().name(), name);
+        }
+        assert!(kv_dtype("f8").is_err());
+    }
+}
