@@ -1,7 +1,7 @@
 //! The HTTP faces of a server, as a client uses them.
 
 use std::io::{BufRead, BufReader};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -155,10 +155,21 @@ impl Client {
         Ok(Stream { status, lines: BufReader::new(response.into_body().into_reader()) })
     }
 
-    /// Empties the device and host tiers; every page must go.
+    /// Empties the device and host tiers; every page must go. Pages that copies or storage calls still hold are
+    /// waited for.
     pub fn flush(&self) {
-        let reply = self.post("/flush_cache", &json!({}));
-        assert_eq!(reply.status, 200, "/flush_cache: {}", reply.json);
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let request = self.agent.post(format!("{}/flush_cache", self.base)).header("Accept", "application/json");
+            let reply = Self::reply("/flush_cache", request.send_empty());
+            assert_eq!(reply.status, 200, "/flush_cache: {}", reply.json);
+            let kept = |field: &str| reply.json[field].as_u64().unwrap_or_else(|| panic!("no {field}: {}", reply.json));
+            if kept("device_pages_kept") + kept("host_pages_kept") == 0 {
+                return;
+            }
+            assert!(Instant::now() < deadline, "pages are still held: {}", reply.json);
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 
@@ -209,12 +220,12 @@ pub fn usage(usage: &Value) -> Usage {
 fn usage_of_generate(reply: &Value) -> Usage {
     let meta = &reply["meta_info"];
     let number = |value: &Value, what: &str| value.as_u64().unwrap_or_else(|| panic!("no {what} in {reply}"));
-    let tiers = &meta["kvdock"];
+    let tiers = &meta["cached_tokens_details"];
     let parsed = Usage {
         prompt: number(&meta["prompt_tokens"], "prompt_tokens"),
-        device: number(&tiers["device"], "kvdock.device"),
-        host: number(&tiers["host"], "kvdock.host"),
-        storage: number(&tiers["storage"], "kvdock.storage"),
+        device: number(&tiers["device"], "device"),
+        host: number(&tiers["host"], "host"),
+        storage: number(&tiers["storage"], "storage"),
     };
     assert_eq!(parsed.cached(), number(&meta["cached_tokens"], "cached_tokens"), "the tiers add up: {reply}");
     parsed

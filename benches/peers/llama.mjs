@@ -1,0 +1,109 @@
+// llama.cpp as a peer of the benchmarks: reads a JSON command a line, answers a JSON object a line.
+//
+//   node llama.mjs PEERS_FOLDER MODEL THREADS
+//
+// {"op": "prefill", "tokens": [ids]}                      -> {"seconds": s}
+//     seconds to the first token of a prompt that is not cached
+// {"op": "decode", "prompts": [[ids], ..], "steps": n}    -> {"seconds": s, "tokens": n}
+//     after the prompts, n more tokens for each of them, all of them side by side
+// {"op": "save", "tokens": [ids], "file": path}           -> {"bytes": n}
+// {"op": "restore", "tokens": [ids], "file": path, "last": id} -> {"seconds": s}
+//     seconds to load a saved state and to compute the first token after one more prompt token
+//
+// A command that fails answers {"error": text}.
+
+import path from "node:path";
+import readline from "node:readline";
+import {pathToFileURL} from "node:url";
+
+const [peers, modelPath, threads] = process.argv.slice(2);
+const entry = path.join(peers, "node_modules", "node-llama-cpp", "dist", "index.js");
+const {getLlama} = await import(pathToFileURL(entry).href);
+
+const count = Number(threads);
+const llama = await getLlama({gpu: false, build: "never", maxThreads: count, logLevel: "error", progressLogs: false});
+const model = await llama.loadModel({modelPath, gpuLayers: 0});
+const greedy = {temperature: 0, yieldEogToken: true};
+
+/** A context of its own for `prompts.length` sequences, each with room for `extra` more tokens. */
+async function withSequences(prompts, extra, work) {
+    const longest = Math.max(...prompts.map((prompt) => prompt.length));
+    const context = await model.createContext({
+        sequences: prompts.length,
+        contextSize: longest + extra,
+        batchSize: 512,
+        threads: {ideal: count, min: count},
+        ignoreMemorySafetyChecks: true
+    });
+    try {
+        return await work(prompts.map(() => context.getSequence({checkpoints: {max: 0, interval: false}})));
+    } finally {
+        await context.dispose();
+    }
+}
+
+const seconds = (since) => Number(process.hrtime.bigint() - since) / 1e9;
+
+async function firstToken(sequence, tokens) {
+    for await (const token of sequence.evaluate(tokens, greedy))
+        return token;
+    throw new Error("the model generated nothing");
+}
+
+const operations = {
+    async prefill({tokens}) {
+        return await withSequences([tokens], 64, async ([sequence]) => {
+            const start = process.hrtime.bigint();
+            await firstToken(sequence, tokens);
+            return {seconds: seconds(start)};
+        });
+    },
+
+    async decode({prompts, steps}) {
+        return await withSequences(prompts, steps + 64, async (sequences) => {
+            // Every sequence is past its prompt, and has made one token, before the clock starts.
+            const generators = sequences.map((sequence, index) => sequence.evaluate(prompts[index], greedy));
+            await Promise.all(generators.map((generator) => generator.next()));
+            const start = process.hrtime.bigint();
+            await Promise.all(generators.map(async (generator) => {
+                for (let step = 0; step < steps; step++)
+                    if ((await generator.next()).done)
+                        throw new Error(`the model ended after ${step} of ${steps} tokens`);
+            }));
+            return {seconds: seconds(start), tokens: steps * prompts.length};
+        });
+    },
+
+    async save({tokens, file}) {
+        return await withSequences([tokens], 64, async ([sequence]) => {
+            await sequence.evaluateWithoutGeneratingNewTokens(tokens);
+            const {fileSize} = await sequence.saveStateToFile(file);
+            return {bytes: fileSize};
+        });
+    },
+
+    async restore({tokens, file, last}) {
+        return await withSequences([tokens], 64, async ([sequence]) => {
+            const start = process.hrtime.bigint();
+            await sequence.loadStateFromFile(file, {acceptRisk: true});
+            await firstToken(sequence, [last]);
+            return {seconds: seconds(start)};
+        });
+    }
+};
+
+console.log(JSON.stringify({ready: true}));
+for await (const line of readline.createInterface({input: process.stdin})) {
+    let answer;
+    try {
+        const command = JSON.parse(line);
+        const operation = operations[command.op];
+        if (operation === undefined)
+            throw new Error(`unknown operation ${command.op}`);
+        answer = await operation(command);
+    } catch (error) {
+        answer = {error: String(error?.message ?? error)};
+    }
+    console.log(JSON.stringify(answer));
+}
+await llama.dispose();

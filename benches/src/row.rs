@@ -1,0 +1,178 @@
+//! A row of the report: one figure of ours beside one of a peer.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+/// What a row asks for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Goal {
+    /// At least this part of the peer's rate, or at most its inverse of the peer's time.
+    Ratio(f64),
+    /// At most this much more than the peer, in the row's unit.
+    Over(f64),
+    /// Nothing; the row is for information.
+    None,
+}
+
+/// Whether more is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Better {
+    /// A rate.
+    More,
+    /// A time.
+    Less,
+}
+
+/// One figure of ours beside one of a peer.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// What is measured, with its unit.
+    pub name: String,
+    /// Our figure.
+    pub ours: f64,
+    /// The peer's.
+    pub peer: f64,
+    /// Which way is up.
+    pub better: Better,
+    /// What is asked for.
+    pub goal: Goal,
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    name: &'a str,
+    ours: f64,
+    peer: f64,
+    ratio: f64,
+    goal: Option<String>,
+    met: Option<bool>,
+}
+
+impl Row {
+    /// How much better ours is than the peer's: above 1 is better, whichever way is up.
+    pub fn ratio(&self) -> f64 {
+        match self.better {
+            Better::More => self.ours / self.peer,
+            Better::Less => self.peer / self.ours,
+        }
+    }
+
+    /// Whether the goal is met; none without a goal.
+    pub fn met(&self) -> Option<bool> {
+        match self.goal {
+            Goal::Ratio(least) => Some(self.ratio() >= least),
+            Goal::Over(most) => Some(self.ours - self.peer <= most),
+            Goal::None => None,
+        }
+    }
+
+    fn goal_text(&self) -> Option<String> {
+        match self.goal {
+            Goal::Ratio(least) => Some(format!("ratio >= {least}")),
+            Goal::Over(most) => Some(format!("<= {most} over")),
+            Goal::None => None,
+        }
+    }
+
+    fn line(&self) -> Line<'_> {
+        Line {
+            name: &self.name,
+            ours: self.ours,
+            peer: self.peer,
+            ratio: self.ratio(),
+            goal: self.goal_text(),
+            met: self.met(),
+        }
+    }
+}
+
+/// The rows so far.
+pub struct Report {
+    rows: Vec<Row>,
+    json: Option<File>,
+}
+
+impl Report {
+    /// An empty report; rows also go to the file `json` as they come.
+    ///
+    /// # Errors
+    /// When the file can't be created.
+    pub fn new(json: Option<&Path>) -> Result<Self> {
+        let create = |path: &Path| File::create(path).with_context(|| format!("can't create {}", path.display()));
+        Ok(Self { rows: Vec::new(), json: json.map(create).transpose()? })
+    }
+
+    /// Takes a row in.
+    ///
+    /// # Errors
+    /// When it can't be written to the file.
+    pub fn add(&mut self, row: Row) -> Result<()> {
+        eprintln!("{}", table_line(&row, row.name.len()));
+        if let Some(file) = &mut self.json {
+            let line = serde_json::to_string(&row.line()).context("can't write a row as JSON")?;
+            writeln!(file, "{line}").context("can't write a row to the JSON file")?;
+        }
+        self.rows.push(row);
+        Ok(())
+    }
+
+    /// Prints the table.
+    pub fn print(&self) {
+        let width = self.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
+        println!("{:width$}  {:>10}  {:>10}  {:>7}  goal", "row", "ours", "peer", "ratio");
+        for row in &self.rows {
+            println!("{}", table_line(row, width));
+        }
+    }
+}
+
+fn table_line(row: &Row, width: usize) -> String {
+    let verdict = match (row.goal_text(), row.met()) {
+        (Some(goal), Some(true)) => format!("{goal}: met"),
+        (Some(goal), _) => format!("{goal}: MISSED"),
+        (None, _) => "-".to_owned(),
+    };
+    format!("{:width$}  {:>10}  {:>10}  {:>7.2}  {verdict}", row.name, figure(row.ours), figure(row.peer), row.ratio())
+}
+
+/// Three or four significant digits.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        0.0..1.0 => format!("{value:.4}"),
+        1.0..10.0 => format!("{value:.3}"),
+        10.0..1000.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(ours: f64, peer: f64, better: Better, goal: Goal) -> Row {
+        Row { name: "row".into(), ours, peer, better, goal }
+    }
+
+    #[test]
+    fn a_higher_rate_and_a_shorter_time_are_better() {
+        assert_eq!(row(80.0, 100.0, Better::More, Goal::Ratio(0.8)).met(), Some(true));
+        assert_eq!(row(79.0, 100.0, Better::More, Goal::Ratio(0.8)).met(), Some(false));
+        assert_eq!(row(0.1, 3.0, Better::Less, Goal::Ratio(30.0)).met(), Some(true));
+        assert_eq!(row(0.2, 3.0, Better::Less, Goal::Ratio(30.0)).met(), Some(false));
+        assert_eq!(row(39.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(true));
+        assert_eq!(row(41.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(false));
+        assert_eq!(row(1.0, 2.0, Better::More, Goal::None).met(), None);
+    }
+
+    #[test]
+    fn the_json_line_has_the_agreed_keys() {
+        let row = row(80.0, 100.0, Better::More, Goal::Ratio(0.8));
+        let line = serde_json::to_value(row.line()).unwrap();
+        let keys: Vec<&String> = line.as_object().unwrap().keys().collect();
+        assert_eq!(keys, ["name", "ours", "peer", "ratio", "goal", "met"]);
+    }
+}
