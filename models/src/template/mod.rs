@@ -80,8 +80,8 @@ impl ChatTemplate {
             ("bos_token", Value::from(self.bos_token.as_str())),
             ("eos_token", Value::from(self.eos_token.as_str())),
         ];
-        let context: Value =
-            variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))).chain(standard).collect();
+        let given = variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
+        let context = Value::from_pairs(given.chain(standard));
         self.environment
             .get_template(NAME)
             .and_then(|template| template.render(context))
