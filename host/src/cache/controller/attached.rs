@@ -11,9 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use super::belief::{Belief, Breaker};
 use crate::cache::pool::HostPool;
 use crate::cache::stats::{BackendCounters, CacheCounters, StorageResult};
-use crate::plugin::backend::{
-    BackendError, BackendLimits, CallOptions, ErrorKind, PageStatus, StorageBackend,
-};
+use crate::plugin::backend::{BackendError, BackendLimits, CallOptions, ErrorKind, PageStatus, StorageBackend};
 
 /// Why a call brought nothing.
 #[derive(Debug)]

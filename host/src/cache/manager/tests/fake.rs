@@ -1,0 +1,285 @@
+//! A storage backend in memory, with faults on order.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::plugin::backend::{
+    BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, ErrorKind, HostPoolDescription, PageKey,
+    PageStatus, Restorable, StorageBackend,
+};
+
+/// What outlives a backend: the stored pages.
+pub type Store = Arc<Mutex<HashMap<PageKey, Vec<u8>>>>;
+
+/// What goes wrong.
+#[derive(Debug, Default)]
+pub struct Faults {
+    /// `get` says missing for these, though `exists` says yes.
+    pub vanish: Mutex<HashSet<PageKey>>,
+    /// `get` delivers these with a byte flipped.
+    pub flip: Mutex<HashSet<PageKey>>,
+    /// `get` leaves the statuses from this page of the call on unset.
+    pub short_after: Mutex<Option<usize>>,
+    /// Each call takes this long.
+    pub delay: Mutex<Duration>,
+    /// Reads wait while this is set; past the deadline they come back late.
+    pub hang_reads: AtomicBool,
+    /// If not empty, only reads that begin with one of these hang.
+    pub hang_only: Mutex<HashSet<PageKey>>,
+    /// Writes wait while this is set; past the deadline they come back late.
+    pub hang_writes: AtomicBool,
+    /// This many writes fail with a retryable error.
+    pub fail_writes: AtomicUsize,
+    /// This many writes panic.
+    pub panic_writes: AtomicUsize,
+    /// Single pages of writes are answered as failed, this many times.
+    pub fail_pages: AtomicUsize,
+    /// Writes are refused page by page.
+    pub refuse: AtomicBool,
+    /// `exists` fails.
+    pub fail_exists: AtomicBool,
+}
+
+/// What was called.
+#[derive(Debug, Default)]
+pub struct Calls {
+    pub exists: AtomicUsize,
+    pub get: AtomicUsize,
+    pub get_pages: AtomicUsize,
+    pub set: AtomicUsize,
+    pub set_pages: AtomicUsize,
+    pub flush: AtomicUsize,
+    /// Sessions named by writes.
+    pub sessions: Mutex<HashSet<String>>,
+}
+
+pub struct FakeBackend {
+    name: String,
+    generation: u64,
+    pub store: Store,
+    pool: HostPoolDescription,
+    pub faults: Faults,
+    pub calls: Calls,
+    pub timeout: Duration,
+    pub remove: bool,
+    late: Mutex<Vec<u32>>,
+}
+
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+impl FakeBackend {
+    pub fn new(name: &str, store: &Store, pool: HostPoolDescription) -> Self {
+        FakeBackend {
+            name: name.to_owned(),
+            generation: GENERATION.fetch_add(1, Ordering::Relaxed),
+            store: Arc::clone(store),
+            pool,
+            faults: Faults::default(),
+            calls: Calls::default(),
+            timeout: Duration::from_secs(10),
+            remove: true,
+            late: Mutex::default(),
+        }
+    }
+
+    fn error(&self, kind: ErrorKind, retryable: bool, pages_in_use: bool) -> BackendError {
+        BackendError { backend: self.name.clone(), kind, retryable, message: "on order".to_owned(), pages_in_use }
+    }
+
+    fn pieces(&self, page: u32) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+        assert!(page < self.pool.pages);
+        self.pool.segments.iter().map(move |segment| {
+            let offset = segment.offset + u64::from(page) * segment.stride;
+            ((self.pool.base + offset as usize) as *mut u8, segment.len as usize)
+        })
+    }
+
+    fn read_page(&self, page: u32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (at, len) in self.pieces(page) {
+            // SAFETY: the pool lies where it says; the host promises not to write source pages.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at, len) });
+        }
+        bytes
+    }
+
+    fn write_page(&self, page: u32, bytes: &[u8]) {
+        let mut rest = bytes;
+        for (at, len) in self.pieces(page) {
+            let (piece, others) = rest.split_at(len);
+            // SAFETY: the pool lies where it says; destination pages are this call's.
+            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), at, len) };
+            rest = others;
+        }
+        assert!(rest.is_empty(), "a page of another size");
+    }
+
+    fn hangs(&self, keys: &[PageKey]) -> Option<&AtomicBool> {
+        let only = self.faults.hang_only.lock();
+        (only.is_empty() || only.contains(&keys[0])).then_some(&self.faults.hang_reads)
+    }
+
+    /// Waits as ordered; an error when the deadline passes while the call hangs.
+    fn wait(&self, options: &CallOptions, hang: Option<&AtomicBool>, pages: &[u32]) -> Result<(), BackendError> {
+        let delay = *self.faults.delay.lock();
+        if !delay.is_zero() {
+            std::thread::sleep(delay);
+        }
+        while hang.is_some_and(|hang| hang.load(Ordering::Acquire)) {
+            if Instant::now() >= options.deadline {
+                self.late.lock().extend_from_slice(pages);
+                return Err(self.error(ErrorKind::TimedOut, true, !pages.is_empty()));
+            }
+            if options.is_cancelled() && pages.is_empty() {
+                return Err(self.error(ErrorKind::Cancelled, false, false));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+}
+
+fn take(counter: &AtomicUsize) -> bool {
+    counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1)).is_ok()
+}
+
+impl StorageBackend for FakeBackend {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    fn limits(&self) -> BackendLimits {
+        BackendLimits { preferred_batch: 4, concurrency: 4, remove: self.remove, durable: true }
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn batch_exists(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        chain: &ChainInfo<'_>,
+    ) -> Result<Restorable, BackendError> {
+        self.calls.exists.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(chain.position as usize, chain.prefix_keys.len());
+        self.wait(options, self.hangs(keys), &[])?;
+        if self.faults.fail_exists.load(Ordering::Acquire) {
+            return Err(self.error(ErrorKind::Unavailable, true, false));
+        }
+        let store = self.store.lock();
+        let hit = keys.iter().take_while(|key| store.contains_key(*key)).count();
+        Ok(Restorable::up_to(hit, keys.len()))
+    }
+
+    fn batch_get(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        pages: &[u32],
+        _chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        self.calls.get.fetch_add(1, Ordering::Relaxed);
+        self.calls.get_pages.fetch_add(keys.len(), Ordering::Relaxed);
+        assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
+        self.wait(options, self.hangs(keys), pages)?;
+        let short = self.faults.short_after.lock().unwrap_or(usize::MAX);
+        for (i, (key, &page)) in keys.iter().zip(pages).enumerate().take_while(|(i, _)| *i < short) {
+            let found = self.store.lock().get(key).cloned();
+            let vanished = self.faults.vanish.lock().contains(key);
+            match found {
+                Some(mut bytes) if !vanished => {
+                    if self.faults.flip.lock().contains(key) {
+                        bytes[7] ^= 0x10;
+                    }
+                    self.write_page(page, &bytes);
+                    status[i] = PageStatus::Ok;
+                }
+                _ => status[i] = PageStatus::Missing,
+            }
+        }
+        Ok(())
+    }
+
+    fn batch_set(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        self.calls.set.fetch_add(1, Ordering::Relaxed);
+        self.calls.set_pages.fetch_add(keys.len(), Ordering::Relaxed);
+        self.calls.sessions.lock().insert(chain.session_id.to_owned());
+        assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
+        assert_eq!(chain.position as usize, chain.prefix_keys.len());
+        assert!(!take(&self.faults.panic_writes), "a panic on order");
+        if take(&self.faults.fail_writes) {
+            return Err(self.error(ErrorKind::Unavailable, true, false));
+        }
+        self.wait(options, Some(&self.faults.hang_writes), pages)?;
+        for (i, (key, &page)) in keys.iter().zip(pages).enumerate() {
+            status[i] = if self.faults.refuse.load(Ordering::Acquire) {
+                PageStatus::Refused
+            } else if take(&self.faults.fail_pages) {
+                PageStatus::Failed
+            } else {
+                let bytes = self.read_page(page);
+                self.store.lock().entry(*key).or_insert(bytes);
+                PageStatus::Ok
+            };
+        }
+        Ok(())
+    }
+
+    fn batch_remove(
+        &self,
+        _options: &CallOptions,
+        keys: &[PageKey],
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        if !self.remove {
+            return Err(self.error(ErrorKind::Unsupported, false, false));
+        }
+        for (key, status) in keys.iter().zip(status) {
+            self.store.lock().remove(key);
+            self.faults.flip.lock().remove(key);
+            *status = PageStatus::Ok;
+        }
+        Ok(())
+    }
+
+    fn flush(&self, _options: &CallOptions) -> Result<(), BackendError> {
+        self.calls.flush.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn clear(&self, _options: &CallOptions) -> Result<(), BackendError> {
+        self.store.lock().clear();
+        Ok(())
+    }
+
+    fn stats(&self) -> Result<BackendStats, BackendError> {
+        Ok(BackendStats { pages: self.store.lock().len() as u64, ..BackendStats::default() })
+    }
+
+    fn reclaim(&self) -> Vec<u32> {
+        let hanging = self.faults.hang_reads.load(Ordering::Acquire) || self.faults.hang_writes.load(Ordering::Acquire);
+        if hanging { Vec::new() } else { std::mem::take(&mut *self.late.lock()) }
+    }
+
+    fn quarantined(&self) -> usize {
+        self.late.lock().len()
+    }
+}
