@@ -299,3 +299,24 @@ fn random_seed() -> i64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(Instant::now()) as i64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_advice_follows_how_fast_samples_end() {
+        let limits = Limits { vocab_size: 1, context_length: 1, pool_tokens: 1, max_running: 1, max_queued: 1 };
+        let shared = Shared::new(limits);
+        assert_eq!(shared.retry_after(1), Duration::from_secs(1), "nothing is known yet");
+        shared.finish_interval_us.store(2_400_000, Ordering::Relaxed);
+        assert_eq!(shared.retry_after(1), Duration::from_secs(3));
+        assert_eq!(shared.retry_after(2), Duration::from_secs(5));
+        assert_eq!(shared.retry_after(10_000), MAX_RETRY_AFTER);
+    }
+
+    #[test]
+    fn seeds_nobody_chose_differ() {
+        assert_ne!(random_seed(), random_seed());
+    }
+}
