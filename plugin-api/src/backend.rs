@@ -8,8 +8,8 @@ use crate::exists::Exists;
 use crate::host::Host;
 use crate::linker::Linker;
 use crate::pool::Pool;
-use crate::v0_1::Stats;
-use crate::{ClearScope, Error, ErrorKind, HealthState, Result};
+use crate::v0_1::{PageKey, Stats};
+use crate::{CacheMode, Capabilities, ClearScope, Error, ErrorKind, HealthState, HeldChange, HeldTier, Result};
 
 /// Who this worker is. Everything that changes the bytes of a page is bound in `namespace`: pages under other
 /// namespaces are not ours, and a backend that several models share keeps them apart by it.
@@ -27,7 +27,7 @@ pub struct Identity {
     pub numerics_id: String,
     /// Tokens a page.
     pub page_tokens: u32,
-    /// Tensor-parallel rank and number of ranks.
+    /// Tensor-parallel rank and number of ranks, among those that share the attention of one request.
     pub tp: (u32, u32),
     /// Pipeline stage and number of stages.
     pub pp: (u32, u32),
@@ -53,6 +53,7 @@ pub struct Open<'a> {
     pub(crate) instance_name: &'a str,
     pub(crate) identity: Identity,
     pub(crate) host: Host,
+    pub(crate) cache_mode: CacheMode,
 }
 
 impl<'a> Open<'a> {
@@ -80,6 +81,10 @@ impl<'a> Open<'a> {
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
+    /// Which face the host will use.
+    pub fn cache_mode(&self) -> CacheMode {
+        self.cache_mode
+    }
     /// What the host offers. It may be kept.
     pub fn host(&self) -> Host {
         self.host
@@ -102,6 +107,19 @@ impl Health {
     }
 }
 
+/// Pages that the worker itself holds have changed.
+#[derive(Debug, Clone, Copy)]
+pub struct HeldPages<'a> {
+    /// Deadline and cancel flag.
+    pub call: Call<'a>,
+    /// Where they are, or were.
+    pub tier: HeldTier,
+    /// What happened to them.
+    pub change: HeldChange,
+    /// Their keys; none when the tier was cleared.
+    pub keys: &'a [PageKey],
+}
+
 /// A storage backend: a store of KV pages under 32-byte keys.
 ///
 /// The export macro wraps every method, so that a panic becomes an error and fails the instance. Methods run on
@@ -116,6 +134,12 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// # Errors
     /// Whatever keeps the backend from starting; nothing may be left behind then.
     fn open(open: &Open<'_>) -> Result<Self>;
+
+    /// What this instance can do, where that depends on its configuration or on what it found when it opened. `declared` is what the note says;
+    /// an answer beyond it is a fault.
+    fn capabilities(&self, declared: Capabilities) -> Capabilities {
+        declared
+    }
 
     /// Takes the anchor pool. A logical anchor owns page indices and no bytes: register no memory for it, and keep the
     /// existence of its pages by marker objects.
@@ -142,7 +166,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         Ok(())
     }
 
-    /// All pools known so far are registered.
+    /// All pools known so far are registered. Called once; side pools may still come later.
     ///
     /// # Errors
     /// When the backend can't serve this set of pools; the attach fails.
@@ -203,6 +227,14 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// # Errors
     /// When that failed.
     fn flush(&self, _call: &Call<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Takes note of which pages the worker holds itself. Called when the capability `held_pages` is declared. Advisory.
+    ///
+    /// # Errors
+    /// When that could not be passed on; the host logs it.
+    fn report_held_pages(&self, _held: &HeldPages<'_>) -> Result<()> {
         Ok(())
     }
 

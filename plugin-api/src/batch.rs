@@ -27,6 +27,7 @@ pub struct Transfer<'a> {
     pub(crate) pages: &'a [u32],
     pub(crate) statuses: &'a [AtomicU8],
     pub(crate) layers: Option<Range<u32>>,
+    pub(crate) position: u64,
 }
 
 impl<'a> Transfer<'a> {
@@ -42,9 +43,13 @@ impl<'a> Transfer<'a> {
     pub fn pages(&self) -> &'a [u32] {
         self.pages
     }
-    /// The layers that are asked for; none for all.
+    /// The layers that are asked for; none for the whole page. A range moves their components, and the seal.
     pub fn layers(&self) -> Option<Range<u32>> {
         self.layers.clone()
+    }
+    /// Pages of the sequence before page `index`.
+    pub fn position(&self, index: usize) -> u64 {
+        self.position + index as u64
     }
     /// Number of pages.
     pub fn len(&self) -> usize {
@@ -80,7 +85,7 @@ impl<'a, M> Batch<'a, M> {
     pub fn call(&self) -> &Call<'a> {
         &self.call
     }
-    /// Where the keys of the anchor stand in their sequence.
+    /// The part of the chain that this call is about.
     pub fn chain(&self) -> Chain<'a> {
         self.chain
     }
@@ -122,6 +127,10 @@ impl<'a, M> Page<'a, M> {
     /// Its pool.
     pub fn pool(&self) -> &Pool {
         &self.transfer.pool
+    }
+    /// Pages of its sequence before this one: how deep it stands in the chain.
+    pub fn position(&self) -> u64 {
+        self.transfer.position(self.index)
     }
     /// The layers that are asked for; none for all.
     pub fn layers(&self) -> Option<Range<u32>> {

@@ -64,10 +64,10 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Where the keys of a call stand in their sequence.
+/// The part of a chain that a call is about. Where single keys stand is said by [`crate::Transfer::position`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Chain<'a> {
-    /// Pages of the sequence before the first key.
+    /// Pages of the sequence before that part.
     pub position: u64,
     /// Keys of those pages from the start of the sequence, or empty when the host does not pass them.
     pub prefix_keys: &'a [PageKey],

@@ -15,6 +15,8 @@ pub struct Field {
     pub size: usize,
     /// Type as written in the source.
     pub ty: &'static str,
+    /// Its documentation, line by line.
+    pub doc: &'static [&'static str],
 }
 
 /// One described type.
@@ -26,18 +28,44 @@ pub struct Type {
     pub size: usize,
     /// Alignment in bytes.
     pub align: usize,
-    /// Fields in the order of the source.
+    /// Fields in the order of the source; none for a name that stands for a plain type.
     pub fields: &'static [Field],
+    /// Its documentation, line by line.
+    pub doc: &'static [&'static str],
+}
+
+/// One named number of an enumeration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Value {
+    /// Name in the source.
+    pub name: &'static str,
+    /// The number that crosses the boundary.
+    pub number: u64,
+    /// Its documentation, line by line.
+    pub doc: &'static [&'static str],
+}
+
+/// An enumeration whose values cross the boundary as plain integers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Enumeration {
+    /// Name in the source.
+    pub name: &'static str,
+    /// Integer type.
+    pub raw: &'static str,
+    /// Values in the order of the source.
+    pub values: &'static [Value],
+    /// Its documentation, line by line.
+    pub doc: &'static [&'static str],
 }
 
 /// Defines a `#[repr(C)]` struct of the boundary together with its description.
 macro_rules! abi_struct {
-    ($(#[$meta:meta])* pub struct $name:ident { $($(#[$fmeta:meta])* pub $field:ident : $ty:ty,)+ }) => {
-        $(#[$meta])*
+    ($(#[doc = $doc:literal])* pub struct $name:ident { $($(#[doc = $fdoc:literal])* pub $field:ident : $ty:ty,)+ }) => {
+        $(#[doc = $doc])*
         #[repr(C)]
         #[derive(Debug, Clone, Copy)]
         #[cfg_attr(feature = "stable-abi", derive(abi_stable::StableAbi))]
-        pub struct $name { $($(#[$fmeta])* pub $field: $ty,)+ }
+        pub struct $name { $($(#[doc = $fdoc])* pub $field: $ty,)+ }
 
         impl $name {
             /// Size, alignment and fields of this type.
@@ -50,7 +78,9 @@ macro_rules! abi_struct {
                     offset: std::mem::offset_of!($name, $field),
                     size: $crate::describe::size_of_field(|value: &$name| &raw const value.$field),
                     ty: stringify!($ty),
+                    doc: &[$($fdoc),*],
                 },)+],
+                doc: &[$($doc),*],
             };
         }
     };
@@ -158,8 +188,41 @@ impl<const N: usize> ConstWriter<N> {
         self.byte(b'"');
     }
 
+    /// Appends the text of a type in one form, whatever spaces the compiler puts into it: the text is part of the digest of a version, and
+    /// plugins are built with other compilers than the host. An array is spelled `u8[32]`, because `;` stands between fields.
+    pub const fn type_text(&mut self, text: &str) {
+        const fn is_word(byte: u8) -> bool {
+            byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'"'
+        }
+        let bytes = text.as_bytes();
+        let mut last = 0;
+        let mut space = false;
+        let mut i = 0;
+        while i < bytes.len() {
+            let byte = bytes[i];
+            i += 1;
+            if byte.is_ascii_whitespace() {
+                space = true;
+                continue;
+            }
+            if is_word(last) && (byte == b'*' || space && is_word(byte)) {
+                self.byte(b' ');
+            }
+            space = false;
+            match byte {
+                b'[' => {}
+                b';' => self.byte(b'['),
+                b',' => self.text(", "),
+                b'-' => self.text(" -"),
+                b'>' if last == b'-' => self.text("> "),
+                other => self.byte(other),
+            }
+            last = byte;
+        }
+    }
+
     /// Appends the description of a type as one line:
-    /// `Name size align field:offset:size:type,...`.
+    /// `Name size align field:offset:size:type;...`.
     pub const fn describe(&mut self, described: &Type) {
         self.text(described.name);
         self.byte(b' ');
@@ -179,7 +242,7 @@ impl<const N: usize> ConstWriter<N> {
             self.byte(b':');
             self.number(field.size as u64);
             self.byte(b':');
-            self.text(field.ty);
+            self.type_text(field.ty);
             i += 1;
         }
         self.byte(b'\n');
@@ -227,6 +290,21 @@ mod tests {
         };
         let back: String = serde_json::from_slice(&BYTES).unwrap();
         assert_eq!(back, TEXT);
+    }
+
+    #[test]
+    fn a_type_has_one_text_whatever_the_spaces() {
+        let text = |ty: &str| {
+            let mut writer = ConstWriter::<96>::new();
+            writer.type_text(ty);
+            let len = writer.len();
+            String::from_utf8(writer.into_bytes()[..len].to_vec()).unwrap()
+        };
+        let function = r#"unsafe extern "C" fn(*mut *mut c_void, u64) -> Status"#;
+        assert_eq!(text(function), function);
+        assert_eq!(text("unsafe extern \"C\"  fn( * mut *mut c_void ,u64)->Status"), function);
+        assert_eq!(text("[u8; 32]"), "u8[32]");
+        assert_eq!(text("[ u8 ;32 ]"), "u8[32]");
     }
 
     #[test]

@@ -7,17 +7,29 @@ use std::fmt;
 /// A value that the receiving side does not know is mapped by `from_raw` to the fallback
 /// instead of becoming an invalid Rust enumeration.
 macro_rules! wire_enum {
-    ($(#[$meta:meta])* $name:ident : $raw:ty, unknown => $fallback:ident {
-        $($(#[$vmeta:meta])* $variant:ident = $value:literal => $text:literal,)+
+    ($(#[doc = $doc:literal])* $name:ident : $raw:ty, unknown => $fallback:ident {
+        $($(#[doc = $vdoc:literal])* $variant:ident = $value:literal => $text:literal,)+
     }) => {
-        $(#[$meta])*
+        $(#[doc = $doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr($raw)]
-        pub enum $name { $($(#[$vmeta])* $variant = $value,)+ }
+        pub enum $name { $($(#[doc = $vdoc])* $variant = $value,)+ }
 
         impl $name {
             /// Every value, in the order of its number.
             pub const ALL: &'static [$name] = &[$($name::$variant,)+];
+
+            /// Names, numbers and documentation of the values.
+            pub const DESCRIPTION: $crate::describe::Enumeration = $crate::describe::Enumeration {
+                name: stringify!($name),
+                raw: stringify!($raw),
+                values: &[$($crate::describe::Value {
+                    name: stringify!($variant),
+                    number: $value,
+                    doc: &[$($vdoc),*],
+                },)+],
+                doc: &[$($doc),*],
+            };
 
             /// The value for a number read from the other side; an unknown number is the fallback.
             pub const fn from_raw(raw: $raw) -> Self {

@@ -18,6 +18,8 @@ pub struct PoolQuery {
     pub block_pages: usize,
     /// For block groups: keys of a group.
     pub group_pages: usize,
+    /// The first pages of the chain that the worker holds in this pool already: the store need not have them.
+    pub held_pages: usize,
 }
 
 /// The question which prefixes of a chain can be restored, and its answer.
@@ -112,10 +114,11 @@ impl<'a> Exists<'a> {
                 HitPolicy::TrailingPages => query.trailing_pages.max(1),
                 HitPolicy::BlockGroups | HitPolicy::Unknown => continue,
             };
-            // Pages in an unbroken run that ends before the length at hand.
+            // Pages in an unbroken run up to the length at hand.
             let mut run = 0usize;
             for length in 1..=keys {
-                run = if pool[length - 1] == PageStatus::Ok.raw() { run + 1 } else { 0 };
+                let there = length <= query.held_pages || pool[length - 1] == PageStatus::Ok.raw();
+                run = if there { run + 1 } else { 0 };
                 if run < needed.min(length) {
                     self.restorable[length] = 0;
                 }

@@ -44,6 +44,12 @@ impl Host {
         unsafe { (self.table.health_changed)(self.context, state.raw(), reason) }
     }
 
+    /// Tells that layers of a batch of loads were settled.
+    pub(crate) fn layers_settled(&self, batch: u64) {
+        // SAFETY: as in `log`.
+        unsafe { (self.table.layers_settled)(self.context, batch) }
+    }
+
     /// Tells that a completed offload waits to be popped.
     pub fn offload_completed(&self) {
         // SAFETY: as in `log`.

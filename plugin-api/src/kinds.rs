@@ -1,4 +1,4 @@
-//! The named numbers of the boundary: memory kinds, element types, hit policies, scopes, states.
+//! The named numbers of the boundary: memory kinds, element types, hit policies, scopes, states, capabilities.
 
 use crate::error::wire_enum;
 
@@ -43,8 +43,8 @@ wire_enum! {
         AllPages = 1 => "all_pages",
         /// The last `trailing_pages` pages of the prefix.
         TrailingPages = 2 => "trailing_pages",
-        /// Whole groups of `group_pages` keys that each stand for `block_pages` pages of the anchor.
-        /// Never limits the prefix.
+        /// Block `i` is the anchor's pages from `i * block_pages` on; its group is the last `group_pages` of them. A block
+        /// counts when its whole group is there. Never limits the prefix: the verdict is in the statuses of the pages.
         BlockGroups = 3 => "block_groups",
     }
 }
@@ -96,6 +96,10 @@ wire_enum! {
         Scale = 4 => "scale",
         /// A state that is not addressed by token.
         State = 5 => "state",
+        /// The recurrent state of a linear-attention layer.
+        TemporalState = 6 => "temporal state",
+        /// A convolution state of a linear-attention layer; several follow one another in the order of their number.
+        ConvState = 7 => "conv state",
     }
 }
 
@@ -128,15 +132,79 @@ wire_enum! {
 }
 
 wire_enum! {
-    /// What says that the pages of an offload may be read.
+    /// What says that pages may be touched.
     ReadyKind: u32, unknown => Unknown {
         /// A kind that this version does not know. A backend refuses it.
         Unknown = 0 => "unknown",
-        /// They may be read at once.
+        /// They may be touched at once.
         Now = 1 => "now",
-        /// `handle` is the address of a 32-bit word that becomes 1.
+        /// `handle` is the address of a 32-bit word that becomes 1. Read it atomically (acquire).
         HostFlag = 2 => "host flag",
-        /// `handle` is a `CUevent` of the device's primary context.
+        /// `handle` is a `CUevent`, recorded in the primary context of the device that the pages lie on.
         CudaEvent = 3 => "cuda event",
+    }
+}
+
+wire_enum! {
+    /// How the host uses an instance.
+    CacheMode: u32, unknown => Hierarchical {
+        /// Pages go between host memory and the store, by `batch_get` and `batch_set`. Registered pools lie in host memory.
+        Hierarchical = 1 => "hierarchical",
+        /// Pages go between the device and the store, by the linker face. Registered pools lie on the device.
+        Linker = 2 => "linker",
+    }
+}
+
+wire_enum! {
+    /// One bit each of [`crate::v0_1::CapabilitiesOut`].
+    Capability: u64, unknown => Linker {
+        /// It has the linker face.
+        Linker = 1 => "linker",
+        /// Reads may name a range of layers.
+        Ranges = 2 => "ranges",
+        /// `batch_remove` works.
+        Remove = 4 => "remove",
+        /// `clear` works for the namespace.
+        ClearNamespace = 8 => "clear_namespace",
+        /// `clear` works for everything.
+        ClearEverything = 16 => "clear_everything",
+        /// What is stored outlives the process.
+        Durable = 32 => "durable",
+        /// What is stored can be read by other hosts.
+        Shared = 64 => "shared",
+        /// It verifies checksums of its own.
+        Checksums = 128 => "checksums",
+        /// It takes logical pools, by marker objects.
+        LogicalPools = 256 => "logical_pools",
+        /// It takes CUDA device memory.
+        CudaMemory = 512 => "cuda_memory",
+        /// It wants to hear which pages the worker itself holds.
+        HeldPages = 1024 => "held_pages",
+    }
+}
+
+wire_enum! {
+    /// Where the worker holds pages of its own.
+    HeldTier: u32, unknown => Unknown {
+        /// A tier that this version does not know. A backend ignores it.
+        Unknown = 0 => "unknown",
+        /// Device memory.
+        Device = 1 => "device",
+        /// Host memory.
+        Host = 2 => "host",
+    }
+}
+
+wire_enum! {
+    /// What happened to pages that the worker holds.
+    HeldChange: u32, unknown => Unknown {
+        /// A change that this version does not know. A backend ignores it.
+        Unknown = 0 => "unknown",
+        /// They are there now.
+        Added = 1 => "added",
+        /// They are gone.
+        Removed = 2 => "removed",
+        /// The tier holds no page any more; there are no keys.
+        Cleared = 3 => "cleared",
     }
 }

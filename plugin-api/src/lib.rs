@@ -29,16 +29,17 @@ pub mod raw;
 mod trace;
 pub mod v0_1;
 
-pub use backend::{Backend, Health, Identity, Open};
+pub use backend::{Backend, Health, HeldPages, Identity, Open};
 pub use batch::{Batch, Get, Page, Remove, Set, Transfer};
 pub use call::{Call, Chain, monotonic_ns};
 pub use error::{Error, ErrorKind, PageStatus, Result};
 pub use exists::{Exists, PoolQuery};
 pub use host::Host;
 pub use kinds::{
-    ClearScope, ComponentKind, Dtype, HealthState, HitPolicy, LogLevel, MemoryKind, MetricKind, PoolRole, ReadyKind,
+    CacheMode, Capability, ClearScope, ComponentKind, Dtype, HealthState, HeldChange, HeldTier, HitPolicy, LogLevel,
+    MemoryKind, MetricKind, PoolRole, ReadyKind,
 };
-pub use linker::{Completed, LayerDone, Linker, Load, NoLinker, Offload, Ready};
+pub use linker::{Completed, LayerDone, Linker, Load, NoLinker, Offload, Ready, Start};
 pub use note::Capabilities;
 pub use pool::{Component, Pool, Region, Segment};
 #[cfg(feature = "tracing")]

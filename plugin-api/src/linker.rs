@@ -7,7 +7,7 @@ use crate::backend::Backend;
 use crate::batch::Transfer;
 use crate::call::{Call, Chain};
 use crate::exists::Exists;
-use crate::{Error, ErrorKind, ReadyKind, Result};
+use crate::{Error, ErrorKind, Host, ReadyKind, Result};
 
 /// The load of one request. What it names may be touched until the load is finished or cancelled.
 #[derive(Debug)]
@@ -16,14 +16,29 @@ pub struct Load {
     pub request: u64,
     /// The pools' parts.
     pub transfers: Vec<Transfer<'static>>,
-    /// Where the keys of the anchor stand in their sequence.
+    /// The part of the chain that the load is about.
     pub chain: Chain<'static>,
+}
+
+/// The start of a batch of loads.
+#[derive(Debug)]
+pub struct Start {
+    /// Deadline and cancel flag of the whole load; they may be used until the batch is finished.
+    pub call: Call<'static>,
+    /// Number of the batch.
+    pub batch: u64,
+    /// What to wait for before a page is written; all of them.
+    pub ready: Vec<Ready>,
+    /// Where to say which layers are settled.
+    pub done: LayerDone,
 }
 
 /// The words of the host that say which layers are settled (`layer_done_counter`).
 #[derive(Debug, Clone, Copy)]
 pub struct LayerDone {
     pub(crate) words: &'static [AtomicU32],
+    pub(crate) host: Host,
+    pub(crate) batch: u64,
 }
 
 impl LayerDone {
@@ -31,19 +46,22 @@ impl LayerDone {
     pub fn layers(&self) -> usize {
         self.words.len()
     }
-    /// Says that layer `layer` of every request of the batch is settled, loaded or failed.
+    /// Says that layer `layer` of every request of the batch is settled: loaded, and its bytes are where every later reader sees them, or
+    /// failed.
     pub fn settle(&self, layer: usize) {
         if let Some(word) = self.words.get(layer) {
             word.store(1, Ordering::Release);
+            self.host.layers_settled(self.batch);
         }
     }
     /// Says that all layers are settled.
     pub fn settle_all(&self) {
         self.words.iter().for_each(|word| word.store(1, Ordering::Release));
+        self.host.layers_settled(self.batch);
     }
 }
 
-/// Says when the source pages of an offload may be read.
+/// Says when pages may be touched.
 #[derive(Debug, Clone, Copy)]
 pub struct Ready {
     /// What kind of sign it is.
@@ -63,7 +81,7 @@ pub struct Offload {
     pub transfers: Vec<Transfer<'static>>,
     /// What to wait for before a page is read.
     pub ready: Vec<Ready>,
-    /// Where the keys of the anchor stand in their sequence.
+    /// The part of the chain that the operation is about.
     pub chain: Chain<'static>,
     /// Session that the request names, or empty.
     pub session_id: String,
@@ -78,7 +96,8 @@ pub struct Completed {
     pub result: Result<()>,
 }
 
-/// The linker face of a backend. Called from one thread at a time, except `cancel_queued_load`.
+/// The linker face of a backend. `lookup` counts as a data call and may run beside any other. `finish_layer_wise_loading` and
+/// `cancel_queued_load` may run beside any call but `reset`. The others come from one thread at a time.
 ///
 /// Transfers of loads and offloads are `'static` here because they outlive the call that brings them: they may be
 /// touched until `finish_layer_wise_loading` of their batch, `cancel_queued_load`, `pop_completed_offload` or `reset` returns, and not longer.
@@ -98,12 +117,13 @@ pub trait Linker: Send + Sync + 'static {
     /// # Errors
     /// When the transfers can't be served.
     fn load(backend: &Self::Backend, load: Load) -> Result<()>;
-    /// Starts what is queued as batch number `batch`. Does not wait.
+    /// Starts what is queued as one batch. Does not wait. With nothing queued every layer is settled at once.
     ///
     /// # Errors
-    /// When nothing could be started; every status then says so.
-    fn start_layer_wise_loading(backend: &Self::Backend, call: &Call<'_>, batch: u64, done: LayerDone) -> Result<()>;
-    /// Waits for the end of a batch. When it returns, every status is written and no page is touched again.
+    /// When nothing could be started; what was queued is forgotten then.
+    fn start_layer_wise_loading(backend: &Self::Backend, start: Start) -> Result<()>;
+    /// Waits for the end of a batch. When it returns, with any result, every layer is settled, every status is written and no page is touched
+    /// again. At the deadline the backend ends the load; it does not return before it is quiet.
     ///
     /// # Errors
     /// `TimedOut`, `NotFound` for a batch that was not started.
@@ -147,7 +167,7 @@ impl<B: Backend> Linker for NoLinker<B> {
     fn load(_: &B, _: Load) -> Result<()> {
         none()
     }
-    fn start_layer_wise_loading(_: &B, _: &Call<'_>, _: u64, _: LayerDone) -> Result<()> {
+    fn start_layer_wise_loading(_: &B, _: Start) -> Result<()> {
         none()
     }
     fn finish_layer_wise_loading(_: &B, _: &Call<'_>, _: u64) -> Result<()> {

@@ -74,6 +74,7 @@ struct Record {
     metrics: Vec<Metric>,
     health: Vec<(HealthState, String)>,
     offloads: usize,
+    layers_settled: usize,
 }
 
 /// A host that records. What the plugin holds of it lives as long as the process, as the boundary promises.
@@ -123,6 +124,11 @@ unsafe extern "C" fn offload_completed(context: *mut c_void) {
     unsafe { with_record(context, |record| record.offloads += 1) }
 }
 
+unsafe extern "C" fn layers_settled(context: *mut c_void, _batch: u64) {
+    // SAFETY: the table goes with its context.
+    unsafe { with_record(context, |record| record.layers_settled += 1) }
+}
+
 static TABLE: HostTable = HostTable {
     size: std::mem::size_of::<HostTable>() as u64,
     abi_version: ABI_VERSION,
@@ -131,6 +137,7 @@ static TABLE: HostTable = HostTable {
     metric,
     health_changed,
     offload_completed,
+    layers_settled,
 };
 
 impl Default for MockHost {
@@ -179,6 +186,11 @@ impl MockHost {
     /// How often the plugin said that an offload has completed.
     pub fn offloads_completed(&self) -> usize {
         self.read(|record| record.offloads)
+    }
+
+    /// How often the plugin said that layers were settled.
+    pub fn layers_settled(&self) -> usize {
+        self.read(|record| record.layers_settled)
     }
 
     /// Opens an instance.

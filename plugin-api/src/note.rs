@@ -7,7 +7,7 @@
 //! a type) and `types_sha256` (object: version to the digest of that text).
 
 use crate::describe::ConstWriter;
-use crate::v0_1;
+use crate::{Capability, v0_1};
 
 /// Name of the ELF section.
 pub const NOTE_SECTION: &str = ".note.kvdock";
@@ -16,12 +16,12 @@ pub const NOTE_OWNER: &str = "kvdock";
 /// Type of the note.
 pub const NOTE_TYPE: u32 = 0x6b76_6463;
 
-/// What a backend can do, and what suits it.
+/// What a backend can do, and what suits it. In the note it says what instances may be able to do; an instance may do less.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capabilities {
     /// It has the linker face.
     pub linker: bool,
-    /// Transfers may name a range of layers.
+    /// Reads may name a range of layers.
     pub ranges: bool,
     /// `batch_remove` works.
     pub remove: bool,
@@ -39,6 +39,8 @@ pub struct Capabilities {
     pub logical_pools: bool,
     /// It takes CUDA device memory.
     pub cuda_memory: bool,
+    /// It wants to hear which pages the worker itself holds.
+    pub held_pages: bool,
     /// Alignment of addresses and lengths that avoids a copy, in bytes; 1 for none.
     pub alignment: u32,
     /// Pages a call that suit it best.
@@ -60,24 +62,64 @@ impl Capabilities {
         checksums: false,
         logical_pools: false,
         cuda_memory: false,
+        held_pages: false,
         alignment: 1,
         preferred_batch: 128,
         concurrency: 4,
     };
 
-    const fn flags(&self) -> [(&'static str, bool); 10] {
+    const fn flags(&self) -> [(Capability, bool); 11] {
         [
-            ("linker", self.linker),
-            ("ranges", self.ranges),
-            ("remove", self.remove),
-            ("clear_namespace", self.clear_namespace),
-            ("clear_everything", self.clear_everything),
-            ("durable", self.durable),
-            ("shared", self.shared),
-            ("checksums", self.checksums),
-            ("logical_pools", self.logical_pools),
-            ("cuda_memory", self.cuda_memory),
+            (Capability::Linker, self.linker),
+            (Capability::Ranges, self.ranges),
+            (Capability::Remove, self.remove),
+            (Capability::ClearNamespace, self.clear_namespace),
+            (Capability::ClearEverything, self.clear_everything),
+            (Capability::Durable, self.durable),
+            (Capability::Shared, self.shared),
+            (Capability::Checksums, self.checksums),
+            (Capability::LogicalPools, self.logical_pools),
+            (Capability::CudaMemory, self.cuda_memory),
+            (Capability::HeldPages, self.held_pages),
         ]
+    }
+
+    /// As they cross the boundary.
+    pub fn raw(&self) -> v0_1::CapabilitiesOut {
+        v0_1::CapabilitiesOut {
+            flags: self.flags().iter().filter(|(_, on)| *on).map(|(capability, _)| capability.raw()).sum(),
+            alignment: self.alignment,
+            preferred_batch: self.preferred_batch,
+            concurrency: self.concurrency,
+            reserved: 0,
+        }
+    }
+
+    /// What an instance answered.
+    pub fn from_raw(raw: &v0_1::CapabilitiesOut) -> Capabilities {
+        let has = |capability: Capability| raw.flags & capability.raw() != 0;
+        Capabilities {
+            linker: has(Capability::Linker),
+            ranges: has(Capability::Ranges),
+            remove: has(Capability::Remove),
+            clear_namespace: has(Capability::ClearNamespace),
+            clear_everything: has(Capability::ClearEverything),
+            durable: has(Capability::Durable),
+            shared: has(Capability::Shared),
+            checksums: has(Capability::Checksums),
+            logical_pools: has(Capability::LogicalPools),
+            cuda_memory: has(Capability::CudaMemory),
+            held_pages: has(Capability::HeldPages),
+            alignment: raw.alignment,
+            preferred_batch: raw.preferred_batch,
+            concurrency: raw.concurrency,
+        }
+    }
+
+    /// The first thing it can do that `declared` can't.
+    pub fn beyond(&self, declared: &Capabilities) -> Option<Capability> {
+        let pairs = self.flags().into_iter().zip(declared.flags());
+        pairs.into_iter().find(|((_, on), (_, declared))| *on && !declared).map(|((capability, _), _)| capability)
     }
 }
 
@@ -120,7 +162,7 @@ impl NoteSource {
         let flags = self.capabilities.flags();
         let mut i = 0;
         while i < flags.len() {
-            out.json_string(flags[i].0);
+            out.json_string(flags[i].0.as_str());
             out.text(if flags[i].1 { ":true," } else { ":false," });
             i += 1;
         }
@@ -197,6 +239,18 @@ mod tests {
         config_schema: r#"{"type":"object"}"#,
         check_config: "{}",
     };
+
+    #[test]
+    fn capabilities_cross_the_boundary_whole() {
+        for capability in Capability::ALL {
+            let mut raw = Capabilities::NONE.raw();
+            raw.flags |= capability.raw();
+            let one = Capabilities::from_raw(&raw);
+            assert_eq!(one.raw().flags, raw.flags, "{capability}");
+            assert_eq!(one.beyond(&Capabilities::NONE), Some(*capability));
+            assert_eq!(one.beyond(&one), None);
+        }
+    }
 
     #[test]
     fn a_note_is_an_elf_note_with_a_json_object() {

@@ -142,7 +142,7 @@ impl CallBuffers {
                 trailing_pages: 0,
                 block_pages: 0,
                 group_pages: 0,
-                reserved: 0,
+                held_pages: 0,
             };
             let args = ExistsArgs {
                 context,
@@ -166,7 +166,7 @@ impl CallBuffers {
             pool: ANCHOR_POOL,
             layer_first: 0,
             layer_count: 0,
-            reserved: 0,
+            chain_offset: 0,
             keys: self.keys.as_ptr(),
             pages: if self.pages.is_empty() { std::ptr::null() } else { self.pages.as_ptr() },
             count,

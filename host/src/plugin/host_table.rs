@@ -95,6 +95,7 @@ pub static HOST_TABLE: HostTable = HostTable {
     metric,
     health_changed,
     offload_completed,
+    layers_settled,
 };
 
 /// Runs a host function so that neither a panic nor a bad argument of a plugin reaches the other side.
@@ -159,4 +160,8 @@ unsafe extern "C" fn health_changed(context: *mut c_void, state: u32, reason: By
 
 unsafe extern "C" fn offload_completed(_context: *mut c_void) {
     // Hierarchical mode queues no offloads; a linker polls `num_completed_offloads`.
+}
+
+unsafe extern "C" fn layers_settled(_context: *mut c_void, _batch: u64) {
+    // Hierarchical mode starts no layer-wise loads.
 }

@@ -78,6 +78,7 @@ pub struct NoteCapabilities {
     pub checksums: bool,
     pub logical_pools: bool,
     pub cuda_memory: bool,
+    pub held_pages: bool,
     pub alignment: u32,
     pub preferred_batch: u32,
     pub concurrency: u32,
@@ -97,9 +98,31 @@ impl Default for NoteCapabilities {
             checksums: none.checksums,
             logical_pools: none.logical_pools,
             cuda_memory: none.cuda_memory,
+            held_pages: none.held_pages,
             alignment: none.alignment,
             preferred_batch: none.preferred_batch,
             concurrency: none.concurrency,
+        }
+    }
+}
+
+impl From<&NoteCapabilities> for Capabilities {
+    fn from(note: &NoteCapabilities) -> Self {
+        Capabilities {
+            linker: note.linker,
+            ranges: note.ranges,
+            remove: note.remove,
+            clear_namespace: note.clear_namespace,
+            clear_everything: note.clear_everything,
+            durable: note.durable,
+            shared: note.shared,
+            checksums: note.checksums,
+            logical_pools: note.logical_pools,
+            cuda_memory: note.cuda_memory,
+            held_pages: note.held_pages,
+            alignment: note.alignment,
+            preferred_batch: note.preferred_batch,
+            concurrency: note.concurrency,
         }
     }
 }

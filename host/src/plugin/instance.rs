@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::v0_1::{BackendTable, CallContext, HealthOut, Stats};
-use kvdock_plugin_api::{ClearScope, HealthState};
+use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
 
 use super::backend::{
     BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus, Restorable,
@@ -31,6 +31,8 @@ pub struct Parts {
     pub library: Arc<Library>,
     /// What `open` made.
     pub raw: RawInstance,
+    /// What it can do.
+    pub capabilities: Capabilities,
     /// The instance's host context.
     pub context: &'static HostContext,
     /// Time a call may take.
@@ -134,8 +136,7 @@ impl Instance {
     /// # Errors
     /// When its threads can't be started. The instance is not closed then.
     pub fn new(parts: Parts) -> std::io::Result<Arc<Instance>> {
-        let Parts { name, library, raw, context, timeout, state, generation } = parts;
-        let capabilities = library.info.note.capabilities;
+        let Parts { name, library, raw, capabilities, context, timeout, state, generation } = parts;
         let concurrency = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
         let limits = BackendLimits {
             preferred_batch: (capabilities.preferred_batch as usize).clamp(1, 4096),

@@ -187,6 +187,8 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         identity: &raw const identity,
         host: &raw const HOST_TABLE,
         host_context: context.raw(),
+        cache_mode: api::CacheMode::Hierarchical.raw(),
+        reserved: 0,
     };
     let mut raw = std::ptr::null_mut();
     let pool = pool();
@@ -206,7 +208,7 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         description: String::new(),
         abi: vec!["0.1".into()],
         panic: "unwind".into(),
-        capabilities: NoteCapabilities { concurrency, ..NoteCapabilities::default() },
+        capabilities: NoteCapabilities::default(),
         config_schema: serde_json::json!({}),
         check_config: serde_json::json!({}),
         types_sha256: Default::default(),
@@ -225,6 +227,7 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         name: name.into(),
         library: Library::built_in(PluginInfo { path: "moody.so".into(), sha256: [0; 32], note }, &TABLE),
         raw: RawInstance(raw),
+        capabilities: api::Capabilities { concurrency, ..api::Capabilities::NONE },
         context,
         timeout: Duration::from_secs(1),
         state,

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::HealthState;
-use kvdock_plugin_api::v0_1::{BackendTable, Identity, OpenArgs};
+use kvdock_plugin_api::v0_1::{BackendTable, CapabilitiesOut, Identity, OpenArgs};
+use kvdock_plugin_api::{CacheMode, Capabilities, ErrorKind, HealthState};
 use serde_json::{Map, Value};
 
 use super::backend::HostPoolDescription;
@@ -73,13 +73,14 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         deadline,
         state: state.clone(),
     };
-    let raw = Arc::<Controls>::default()
+    let (raw, capabilities) = Arc::<Controls>::default()
         .run(deadline, move || steps.run())
         .map_err(|failure| fail(format!("{}: {}", failure.kind, failure.message)))?;
     let parts = Parts {
         name: name.clone(),
         library: library.clone(),
         raw,
+        capabilities,
         context,
         timeout: request.config.timeout,
         state: state.clone(),
@@ -106,21 +107,36 @@ struct Steps {
 }
 
 impl Steps {
-    fn run(self) -> Result<RawInstance, CallFailure> {
+    fn run(self) -> Result<(RawInstance, Capabilities), CallFailure> {
         let table = self.library.table();
         let raw = self.open(table)?;
-        let rest = self.register(table, raw).and_then(|()| {
+        let rest = self.capabilities(table, raw).and_then(|capabilities| {
+            self.register(table, raw)?;
             if Instant::now() >= self.deadline {
                 // Nobody waits any more.
-                return Err(CallFailure::new(kvdock_plugin_api::ErrorKind::TimedOut, true, "it was ready too late"));
+                return Err(CallFailure::new(ErrorKind::TimedOut, true, "it was ready too late"));
             }
-            Ok(())
+            Ok((raw, capabilities))
         });
-        if let Err(failure) = rest {
+        if rest.is_err() {
             close(table, raw, Instant::now() + OPEN_TIMEOUT);
-            return Err(failure);
         }
-        Ok(raw)
+        rest
+    }
+
+    /// What the instance can do, which is never more than its note says.
+    fn capabilities(&self, table: &BackendTable, raw: RawInstance) -> Result<Capabilities, CallFailure> {
+        let mut out = CapabilitiesOut { flags: 0, alignment: 1, preferred_batch: 0, concurrency: 0, reserved: 0 };
+        invoke(&mut Vec::new(), |error| {
+            // SAFETY: the instance is open; `out` lives until the call returns.
+            unsafe { (table.capabilities)(raw.0, &raw mut out, error) }
+        })?;
+        let capabilities = Capabilities::from_raw(&out);
+        if let Some(capability) = capabilities.beyond(&(&self.library.info.note.capabilities).into()) {
+            let message = format!("it claims the capability {capability}, which its note does not declare");
+            return Err(CallFailure::new(ErrorKind::Internal, false, message));
+        }
+        Ok(capabilities)
     }
 
     fn open(&self, table: &BackendTable) -> Result<RawInstance, CallFailure> {
@@ -154,6 +170,8 @@ impl Steps {
             identity: &raw const identity,
             host: &raw const HOST_TABLE,
             host_context: self.context.raw(),
+            cache_mode: CacheMode::Hierarchical.raw(),
+            reserved: 0,
         };
         let mut raw = std::ptr::null_mut();
         invoke(&mut Vec::new(), |error| {

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::marker::PhantomData;
 
-use super::{Instance, guard, instance};
+use super::{Instance, Use, guard, instance};
 use crate::backend::Backend;
 use crate::batch::{Batch, Transfer};
 use crate::call::{Call, Chain};
@@ -61,6 +61,7 @@ pub(super) unsafe fn exists<B: Backend>(
                 trailing_pages: query.trailing_pages as usize,
                 block_pages: query.block_pages as usize,
                 group_pages: query.group_pages as usize,
+                held_pages: query.held_pages as usize,
             })
         })
         .collect::<Result<Vec<_>>>()?;
@@ -91,7 +92,7 @@ pub(super) unsafe extern "C" fn batch_exists<B: Backend>(
 
 /// # Safety
 /// `args` is valid by the rules of [`BatchArgs`] for `'a`.
-unsafe fn batch<'a, B, M>(instance: &Instance<B>, args: *const BatchArgs, needs_pages: bool) -> Result<Batch<'a, M>> {
+unsafe fn batch<'a, B, M>(instance: &Instance<B>, args: *const BatchArgs, purpose: Use) -> Result<Batch<'a, M>> {
     // SAFETY: the caller's promise.
     let args = unsafe { args.as_ref() }.ok_or_else(|| Error::new(ErrorKind::Internal, "a batch without arguments"))?;
     // SAFETY: the caller's promise.
@@ -105,7 +106,7 @@ unsafe fn batch<'a, B, M>(instance: &Instance<B>, args: *const BatchArgs, needs_
     let mut converted: Vec<Transfer<'a>> = Vec::with_capacity(transfers.len());
     for transfer in transfers {
         // SAFETY: the caller's promise.
-        converted.push(unsafe { instance.transfer(transfer, needs_pages) }?);
+        converted.push(unsafe { instance.transfer(transfer, args.chain_position, purpose) }?);
     }
     Ok(Batch {
         // SAFETY: the context is valid for the call.
@@ -125,7 +126,7 @@ pub(super) unsafe extern "C" fn batch_get<B: Backend>(
         // SAFETY: rules of the boundary.
         let instance = unsafe { instance::<B>(this) }?;
         // SAFETY: rules of the boundary.
-        instance.backend.batch_get(unsafe { batch(instance, args, true) }?)
+        instance.backend.batch_get(unsafe { batch(instance, args, Use::Read) }?)
     };
     // SAFETY: rules of the boundary.
     unsafe { guard(error, body) }
@@ -140,7 +141,7 @@ pub(super) unsafe extern "C" fn batch_set<B: Backend>(
         // SAFETY: rules of the boundary.
         let instance = unsafe { instance::<B>(this) }?;
         // SAFETY: rules of the boundary.
-        instance.backend.batch_set(unsafe { batch(instance, args, true) }?)
+        instance.backend.batch_set(unsafe { batch(instance, args, Use::Write) }?)
     };
     // SAFETY: rules of the boundary.
     unsafe { guard(error, body) }
@@ -155,7 +156,7 @@ pub(super) unsafe extern "C" fn batch_remove<B: Backend>(
         // SAFETY: rules of the boundary.
         let instance = unsafe { instance::<B>(this) }?;
         // SAFETY: rules of the boundary.
-        instance.backend.batch_remove(unsafe { batch(instance, args, false) }?)
+        instance.backend.batch_remove(unsafe { batch(instance, args, Use::Remove) }?)
     };
     // SAFETY: rules of the boundary.
     unsafe { guard(error, body) }

@@ -5,12 +5,14 @@ use std::ffi::c_void;
 use std::sync::{PoisonError, RwLock};
 
 use super::{Instance, guard, instance};
-use crate::backend::{Backend, Identity, Open};
+use crate::backend::{Backend, HeldPages, Identity, Open};
 use crate::call::Call;
 use crate::pool::Pool;
 use crate::raw;
-use crate::v0_1::{CallContext, ErrorOut, HealthOut, OpenArgs, PoolDesc, Stats, Status};
-use crate::{Capabilities, ClearScope, Error, ErrorKind, Host, MemoryKind, PoolRole, Result};
+use crate::v0_1::{self, CallContext, CapabilitiesOut, ErrorOut, HealthOut, OpenArgs, PoolDesc, Stats, Status};
+use crate::{
+    CacheMode, Capabilities, ClearScope, Error, ErrorKind, HeldChange, HeldTier, Host, MemoryKind, PoolRole, Result,
+};
 
 /// # Safety
 /// `context` is null or valid for the call.
@@ -41,6 +43,9 @@ pub unsafe fn open<B: Backend>(
         // SAFETY: the host's table and context live as long as the process.
         let host = unsafe { Host::from_raw(args.host, args.host_context) }
             .ok_or_else(|| Error::new(ErrorKind::Internal, "open needs the host's table"))?;
+        let cache_mode = CacheMode::try_from_raw(args.cache_mode).ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, format!("cache mode {} is not known to this version", args.cache_mode))
+        })?;
         // SAFETY: everything in `args` is valid for the call.
         let open = unsafe {
             let raw =
@@ -67,15 +72,40 @@ pub unsafe fn open<B: Backend>(
                 instance_name: raw::text(args.instance_name)?,
                 identity,
                 host,
+                cache_mode,
             }
         };
         let backend = B::open(&open)?;
+        let declared = capabilities;
+        let capabilities = backend.capabilities(declared);
+        if let Some(capability) = capabilities.beyond(&declared) {
+            let message = format!("the instance claims the capability {capability}, which its note does not declare");
+            return Err(Error::new(ErrorKind::Internal, message));
+        }
         let instance = Box::new(Instance { backend, host, capabilities, pools: RwLock::new(HashMap::new()) });
         // SAFETY: `out` was checked, and the host owns it.
         unsafe { *out = Box::into_raw(instance).cast() };
         Ok(())
     };
     // SAFETY: the caller's promise.
+    unsafe { guard(error, body) }
+}
+
+pub(super) unsafe extern "C" fn capabilities<B: Backend>(
+    this: *mut c_void,
+    out: *mut CapabilitiesOut,
+    error: *mut ErrorOut,
+) -> Status {
+    let body = || {
+        // SAFETY: rules of the boundary.
+        let instance = unsafe { instance::<B>(this) }?;
+        // SAFETY: the host owns `out` for the call.
+        if let Some(out) = unsafe { out.as_mut() } {
+            *out = instance.capabilities.raw();
+        }
+        Ok(())
+    };
+    // SAFETY: rules of the boundary.
     unsafe { guard(error, body) }
 }
 
@@ -268,6 +298,34 @@ pub(super) unsafe extern "C" fn flush<B: Backend>(
 ) -> Status {
     // SAFETY: rules of the boundary.
     unsafe { guard(error, || instance::<B>(this)?.backend.flush(&call(context))) }
+}
+
+pub(super) unsafe extern "C" fn report_held_pages<B: Backend>(
+    this: *mut c_void,
+    args: *const v0_1::HeldPages,
+    error: *mut ErrorOut,
+) -> Status {
+    let body = || {
+        // SAFETY: rules of the boundary.
+        let instance = unsafe { instance::<B>(this) }?;
+        // SAFETY: rules of the boundary.
+        let args =
+            unsafe { args.as_ref() }.ok_or_else(|| Error::new(ErrorKind::Internal, "a report without arguments"))?;
+        let held = HeldPages {
+            // SAFETY: the context is valid for the call.
+            call: unsafe { Call::from_raw(&args.context) },
+            tier: HeldTier::from_raw(args.tier),
+            change: HeldChange::from_raw(args.change),
+            // SAFETY: the keys are valid for the call.
+            keys: unsafe { raw::slice(args.keys, args.key_count) },
+        };
+        if held.tier == HeldTier::Unknown || held.change == HeldChange::Unknown {
+            return Ok(());
+        }
+        instance.backend.report_held_pages(&held)
+    };
+    // SAFETY: rules of the boundary.
+    unsafe { guard(error, body) }
 }
 
 pub(super) unsafe extern "C" fn close<B: Backend>(

@@ -3,18 +3,33 @@
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU32;
 
-use super::{data, guard, instance};
+use super::{Use, data, guard, instance};
 use crate::backend::Backend;
 use crate::call::{Call, Chain};
-use crate::linker::{LayerDone, Linker, Load, Offload, Ready};
+use crate::linker::{LayerDone, Linker, Load, Offload, Ready, Start};
 use crate::raw;
 use crate::v0_1::{
-    CallContext, ErrorOut, ExistsArgs, FinishArgs, LoadArgs, OffloadArgs, OffloadDone, StartArgs, Status,
+    CallContext, ErrorOut, ExistsArgs, FinishArgs, LoadArgs, OffloadArgs, OffloadDone, ReadyHandle, StartArgs, Status,
 };
 use crate::{Error, ErrorKind, ReadyKind, Result};
 
 fn no_arguments() -> Error {
     Error::new(ErrorKind::Internal, "a linker call without arguments")
+}
+
+/// # Safety
+/// As for [`raw::slice`].
+unsafe fn ready_handles(handles: *const ReadyHandle, count: u64) -> Result<Vec<Ready>> {
+    // SAFETY: the caller's promise.
+    let handles = unsafe { raw::slice(handles, count) };
+    let known = |handle: &ReadyHandle| match ReadyKind::from_raw(handle.kind) {
+        ReadyKind::Unknown => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("ready handle kind {} is not known to this version", handle.kind),
+        )),
+        kind => Ok(Ready { kind, handle: handle.handle }),
+    };
+    handles.iter().map(known).collect()
 }
 
 pub(super) unsafe extern "C" fn lookup<B: Backend>(
@@ -38,7 +53,7 @@ pub(super) unsafe extern "C" fn load<B: Backend>(
             let args = args.as_ref().ok_or_else(no_arguments)?;
             let transfers = raw::slice(args.transfers, args.transfer_count)
                 .iter()
-                .map(|t| instance.transfer(t, true))
+                .map(|t| instance.transfer(t, args.chain_position, Use::Read))
                 .collect::<Result<Vec<_>>>()?;
             let chain = Chain {
                 position: args.chain_position,
@@ -58,17 +73,18 @@ pub(super) unsafe extern "C" fn start<B: Backend>(
     error: *mut ErrorOut,
 ) -> Status {
     let body = || {
-        // SAFETY: rules of the boundary: the words live until the batch is finished, and are accessed atomically only.
+        // SAFETY: rules of the boundary: the words and the cancel flag live until the batch is finished, and are accessed atomically only.
         unsafe {
             let instance = instance::<B>(this)?;
             let args = args.as_ref().ok_or_else(no_arguments)?;
             let words = raw::slice(args.layer_done.cast::<AtomicU32>().cast_const(), args.layer_count);
-            B::Linker::start_layer_wise_loading(
-                &instance.backend,
-                &Call::from_raw(&args.context),
-                args.batch,
-                LayerDone { words },
-            )
+            let start = Start {
+                call: Call::from_raw(&args.context),
+                batch: args.batch,
+                ready: ready_handles(args.ready, args.ready_count)?,
+                done: LayerDone { words, host: instance.host, batch: args.batch },
+            };
+            B::Linker::start_layer_wise_loading(&instance.backend, start)
         }
     };
     // SAFETY: rules of the boundary.
@@ -109,18 +125,9 @@ pub(super) unsafe extern "C" fn offload<B: Backend>(
             let args = args.as_ref().ok_or_else(no_arguments)?;
             let transfers = raw::slice(args.transfers, args.transfer_count)
                 .iter()
-                .map(|t| instance.transfer(t, true))
+                .map(|t| instance.transfer(t, args.chain_position, Use::Write))
                 .collect::<Result<Vec<_>>>()?;
-            let ready = raw::slice(args.ready, args.ready_count)
-                .iter()
-                .map(|handle| match ReadyKind::from_raw(handle.kind) {
-                    ReadyKind::Unknown => Err(Error::new(
-                        ErrorKind::Unsupported,
-                        format!("ready handle kind {} is not known to this version", handle.kind),
-                    )),
-                    kind => Ok(Ready { kind, handle: handle.handle }),
-                })
-                .collect::<Result<Vec<_>>>()?;
+            let ready = ready_handles(args.ready, args.ready_count)?;
             let chain = Chain {
                 position: args.chain_position,
                 prefix_keys: raw::slice(args.prefix_keys, args.prefix_key_count),

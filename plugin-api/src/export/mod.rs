@@ -28,6 +28,17 @@ pub(crate) struct Instance<B> {
     pools: RwLock<HashMap<u32, Pool>>,
 }
 
+/// What a transfer is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// Pages are filled.
+    Read,
+    /// Pages are stored.
+    Write,
+    /// Keys are removed.
+    Remove,
+}
+
 impl<B> Instance<B> {
     fn pool(&self, id: u32) -> Result<Pool> {
         let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
@@ -36,7 +47,7 @@ impl<B> Instance<B> {
 
     /// # Safety
     /// `raw` and what it points at are valid for `'a`.
-    unsafe fn transfer<'a>(&self, raw: &v0_1::PoolTransfer, needs_pages: bool) -> Result<Transfer<'a>> {
+    unsafe fn transfer<'a>(&self, raw: &v0_1::PoolTransfer, chain_position: u64, purpose: Use) -> Result<Transfer<'a>> {
         let pool = self.pool(raw.pool)?;
         // SAFETY: the caller's promise. A status is one byte, written atomically by this side and not at all by the host.
         let (keys, pages, statuses) = unsafe {
@@ -46,7 +57,7 @@ impl<B> Instance<B> {
                 raw::slice(raw.statuses.cast::<std::sync::atomic::AtomicU8>().cast_const(), raw.count),
             )
         };
-        if needs_pages && pages.len() != keys.len() {
+        if purpose != Use::Remove && pages.len() != keys.len() {
             return Err(Error::new(
                 ErrorKind::Internal,
                 format!("pool {} ({}): {} keys and no pages", raw.pool, pool.name(), keys.len()),
@@ -73,7 +84,14 @@ impl<B> Instance<B> {
         if layers.is_some() && !self.capabilities.ranges {
             return Err(Error::unsupported("ranges of layers"));
         }
-        Ok(Transfer { pool, keys, pages, statuses, layers })
+        if layers.is_some() && purpose != Use::Read {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                format!("pool {} ({}): a range of layers can be read only", raw.pool, pool.name()),
+            ));
+        }
+        let position = chain_position + u64::from(raw.chain_offset);
+        Ok(Transfer { pool, keys, pages, statuses, layers, position })
     }
 }
 
@@ -138,6 +156,7 @@ impl<B: Backend> Tables<B> {
             abi_version: v0_1::ABI_VERSION,
             reserved: 0,
             open,
+            capabilities: life::capabilities::<B>,
             register_mem_pool_host: life::register_mem_pool_host::<B>,
             register_v2_side_pools: life::register_v2_side_pools::<B>,
             unregister: life::unregister::<B>,
@@ -150,6 +169,7 @@ impl<B: Backend> Tables<B> {
             stats: life::stats::<B>,
             health: life::health::<B>,
             flush: life::flush::<B>,
+            report_held_pages: life::report_held_pages::<B>,
             close: life::close::<B>,
             linker: if <B::Linker as Linker>::PRESENT { Self::LINKER_REF } else { std::ptr::null() },
         }

@@ -10,7 +10,7 @@ use super::{MockHost, MockLinker, MockPool};
 use crate::v0_1::{
     self, BackendTable, BatchArgs, CallContext, ErrorOut, ExistsArgs, PageKey, PoolDesc, PoolTransfer, Stats,
 };
-use crate::{ClearScope, Error, ErrorKind, Health, HealthState, Identity, PageStatus, Result, monotonic_ns};
+use crate::{CacheMode, ClearScope, Error, ErrorKind, Health, HealthState, Identity, PageStatus, Result, monotonic_ns};
 
 /// Deadline, cancel flag and chain position of a call.
 #[derive(Debug, Clone, Copy, Default)]
@@ -64,7 +64,7 @@ impl Part {
             pool: self.pool,
             layer_first,
             layer_count,
-            reserved: 0,
+            chain_offset: 0,
             keys: self.keys.as_ptr(),
             pages: if self.pages.len() == self.keys.len() { self.pages.as_ptr() } else { std::ptr::null() },
             count: self.keys.len() as u64,
@@ -107,7 +107,7 @@ impl Query {
                 trailing_pages: spec.trailing_pages,
                 block_pages: spec.block_pages,
                 group_pages: spec.group_pages,
-                reserved: 0,
+                held_pages: 0,
             },
         }
     }
@@ -214,6 +214,8 @@ impl Instance {
             identity: &raw const raw,
             host,
             host_context,
+            cache_mode: CacheMode::Hierarchical.raw(),
+            reserved: 0,
         };
         let mut this = std::ptr::null_mut();
         // SAFETY: everything in `args` lives through the call, the host's table for ever.

@@ -112,6 +112,8 @@ impl MockLinker<'_> {
         let args = StartArgs {
             context: options.context(),
             batch,
+            ready: std::ptr::null(),
+            ready_count: 0,
             layer_done: words.as_ptr().cast_mut().cast(),
             layer_count: layers as u64,
         };

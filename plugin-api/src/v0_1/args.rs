@@ -54,8 +54,8 @@ abi_struct! {
 abi_struct! {
     /// Who this worker is. Everything that changes the bytes of a page is bound in `namespace`.
     pub struct Identity {
-        /// SHA-256 over what the namespace binds: model, content digest of the weights, KV dtype, layout, page
-        /// size, rank geometry, numerics of the kernels. Pages under other namespaces are not ours.
+        /// SHA-256 over what the namespace binds: content digest of the weights, KV dtype, layout, page size, rank geometry,
+        /// numerics of the kernels. Pages under other namespaces are not ours.
         pub namespace: [u8; 32],
         /// The bound values as a JSON object, for a person and for readable key schemes.
         pub namespace_json: Bytes,
@@ -67,7 +67,7 @@ abi_struct! {
         pub numerics_id: Bytes,
         /// Tokens a page.
         pub page_tokens: u32,
-        /// Tensor-parallel rank.
+        /// Tensor-parallel rank, among the ranks that share the attention of one request.
         pub tp_rank: u32,
         /// Number of tensor-parallel ranks.
         pub tp_size: u32,
@@ -97,6 +97,23 @@ abi_struct! {
 }
 
 abi_struct! {
+    /// What an instance can do, and what suits it, given its configuration and what it found when it opened. It is never more than the
+    /// note of the plugin declares.
+    pub struct CapabilitiesOut {
+        /// Bits of [`crate::Capability`]. A bit that the host does not know is ignored.
+        pub flags: u64,
+        /// Alignment of addresses and lengths that avoids a copy, in bytes; 1 for none.
+        pub alignment: u32,
+        /// Pages a call that suit it best.
+        pub preferred_batch: u32,
+        /// Data calls at a time that suit it best; the host makes no more.
+        pub concurrency: u32,
+        /// Reserved, 0.
+        pub reserved: u32,
+    }
+}
+
+abi_struct! {
     /// What `open` takes. Everything it points at lives until `open` returns, but for `host` and `host_context`,
     /// which live as long as the process.
     pub struct OpenArgs {
@@ -112,6 +129,10 @@ abi_struct! {
         pub host: *const HostTable,
         /// First argument of every function of `host`.
         pub host_context: *mut c_void,
+        /// A [`crate::CacheMode`]: which face the host will use.
+        pub cache_mode: u32,
+        /// Reserved, 0.
+        pub reserved: u32,
     }
 }
 
@@ -128,8 +149,8 @@ abi_struct! {
         pub block_pages: u32,
         /// For block groups: keys of a group.
         pub group_pages: u32,
-        /// Reserved, 0.
-        pub reserved: u32,
+        /// The first pages of the chain that the worker holds in this pool already: the store need not have them.
+        pub held_pages: u32,
     }
 }
 
@@ -154,7 +175,8 @@ abi_struct! {
         pub prefix_key_count: u64,
         /// Number of the request, the same in `lookup`, `load` and `cancel_queued_load`; 0 for none.
         pub request: u64,
-        /// Out, `key_count + 1` bytes: 1 at `n` when the first `n` keys can be restored in full, for every pool.
+        /// Out, `key_count + 1` bytes: 1 at `n` when the first `n` keys can be restored in full, for every pool. The host writes 0 before
+        /// the call.
         pub restorable: *mut u8,
         /// Out, `pool_count * key_count` bytes, pool after pool: a [`crate::PageStatus`] for every page that was looked at.
         /// The host writes 0 before the call. May be null.
@@ -167,12 +189,14 @@ abi_struct! {
     pub struct PoolTransfer {
         /// Number of the pool.
         pub pool: u32,
-        /// First layer; ranges need the capability `ranges`.
+        /// First layer of a range. Ranges need the capability `ranges`, and are for reads: a set, a remove or an offload names whole pages.
+        /// A range moves the components of its layers, and the seal.
         pub layer_first: u32,
-        /// Number of layers; 0 for all.
+        /// Number of layers; 0 for the whole page.
         pub layer_count: u32,
-        /// Reserved, 0.
-        pub reserved: u32,
+        /// Pages from the chain position of the call to the first key. On a set, an offload or a load the keys follow one another in the chain,
+        /// so that key `i` is page `chain_position + chain_offset + i` of its sequence.
+        pub chain_offset: u32,
         /// Keys, one a page.
         pub keys: *const PageKey,
         /// Page indices into the pool, one a key.
@@ -193,7 +217,7 @@ abi_struct! {
         pub transfers: *const PoolTransfer,
         /// Number of parts.
         pub transfer_count: u64,
-        /// Pages of the sequence before the first key of the anchor.
+        /// Pages of the sequence before the part of the chain that this call is about.
         pub chain_position: u64,
         /// Keys of those pages from the start of the sequence, or none.
         pub prefix_keys: *const PageKey,
@@ -205,7 +229,23 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Figures of a store.
+    /// Pages that the worker itself holds have changed. Advisory: for a store that tells other workers who holds what.
+    pub struct HeldPages {
+        /// Deadline and cancel flag.
+        pub context: CallContext,
+        /// A [`crate::HeldTier`].
+        pub tier: u32,
+        /// A [`crate::HeldChange`].
+        pub change: u32,
+        /// Keys of the pages.
+        pub keys: *const PageKey,
+        /// Number of keys.
+        pub key_count: u64,
+    }
+}
+
+abi_struct! {
+    /// Figures of a store. A figure that the backend does not know is 0.
     pub struct Stats {
         /// Pages stored.
         pub pages: u64,

@@ -16,7 +16,7 @@ abi_struct! {
         pub transfers: *const PoolTransfer,
         /// Number of parts.
         pub transfer_count: u64,
-        /// Pages of the sequence before the first key of the anchor.
+        /// Pages of the sequence before the part of the chain that this load is about.
         pub chain_position: u64,
         /// Keys of those pages, or none.
         pub prefix_keys: *const PageKey,
@@ -26,14 +26,20 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Starts everything that is queued as one batch.
+    /// Starts everything that is queued as one batch. With nothing queued every layer is settled at once.
     pub struct StartArgs {
-        /// Deadline and cancel flag of the whole load.
+        /// Deadline and cancel flag of the whole load: the flag lives until `finish_layer_wise_loading` of the batch returns.
         pub context: CallContext,
         /// Number of the batch, chosen by the host.
         pub batch: u64,
+        /// What to wait for before a page is written: until then earlier users of the slots may still read them. The array is copied by the
+        /// call; what the handles name lives until `finish_layer_wise_loading` of the batch returns.
+        pub ready: *const ReadyHandle,
+        /// Number of handles.
+        pub ready_count: u64,
         /// `layer_count` words of the host (`layer_done_counter`). The plugin stores 1 (release) into word `l` when layer `l` of every
-        /// queued request is settled, loaded or failed. They live until `finish_layer_wise_loading` of the batch returns.
+        /// queued request is settled: loaded, and its bytes are where every later reader sees them, or failed. Then it calls `layers_settled` of the
+        /// host. The words live until `finish_layer_wise_loading` of the batch returns.
         pub layer_done: *mut u32,
         /// Number of layers.
         pub layer_count: u64,
@@ -41,7 +47,8 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Waits for a batch. When it returns, every status of the batch's transfers is written and no page is touched again.
+    /// Waits for a batch. When it returns, with any status, every layer is settled, every status of the batch's transfers is written, and no page
+    /// is touched again. At the deadline the plugin ends the load; it does not return before it is quiet.
     pub struct FinishArgs {
         /// Deadline and cancel flag.
         pub context: CallContext,
@@ -51,7 +58,7 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Says when source pages may be read.
+    /// Says when pages may be touched.
     pub struct ReadyHandle {
         /// A [`crate::ReadyKind`]. An unknown kind is refused.
         pub kind: u32,
@@ -75,17 +82,17 @@ abi_struct! {
         pub transfers: *const PoolTransfer,
         /// Number of parts.
         pub transfer_count: u64,
-        /// What to wait for before a page is read.
+        /// What to wait for before a page is read; all of them. What the handles name lives as long as the operation.
         pub ready: *const ReadyHandle,
         /// Number of handles.
         pub ready_count: u64,
-        /// Pages of the sequence before the first key of the anchor.
+        /// Pages of the sequence before the part of the chain that this operation is about.
         pub chain_position: u64,
         /// Keys of those pages, or none.
         pub prefix_keys: *const PageKey,
         /// Number of `prefix_keys`.
         pub prefix_key_count: u64,
-        /// Session that the request names, or empty.
+        /// Session that the request names, or empty. Copied by the call.
         pub session_id: Bytes,
     }
 }
@@ -103,7 +110,8 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// The functions of the linker face. Called from one thread at a time, except `cancel_queued_load`.
+    /// The functions of the linker face. `lookup` counts as a data call and may run beside any other. `finish_layer_wise_loading` and
+    /// `cancel_queued_load` may run beside any call but `reset`. The others come from one thread at a time.
     pub struct LinkerTable {
         /// Bytes of this table.
         pub size: u64,
@@ -127,7 +135,7 @@ abi_struct! {
         pub num_completed_offloads: unsafe extern "C" fn(*mut c_void) -> u64,
         /// Pops the oldest completed offload, in the order of their queueing; waits for none: `NotFound` when there is none.
         pub pop_completed_offload: unsafe extern "C" fn(*mut c_void, *mut OffloadDone, *mut ErrorOut) -> Status,
-        /// Cancels what is queued, ends what runs, forgets completed offloads.
+        /// Cancels what is queued, ends what runs, forgets completed offloads. When it returns, nothing of them is touched again.
         pub reset: unsafe extern "C" fn(*mut c_void, *const CallContext, *mut ErrorOut) -> Status,
     }
 }

@@ -10,15 +10,16 @@ pub const NONE: u32 = u32::MAX;
 
 abi_struct! {
     /// A range of memory that pages lie in. It stays valid from registration until `unregister` or
-    /// `close` returns.
+    /// `close` returns. Pools may share regions.
     pub struct Region {
-        /// First byte, as this process sees it.
+        /// First byte, as this process sees it; for device memory its address on the device.
         pub base: *mut c_void,
         /// Bytes.
         pub len: u64,
         /// A [`crate::MemoryKind`]. An unknown kind is refused.
         pub memory_kind: u32,
-        /// Descriptor of the memfd behind the region, or -1. Owned by the host; duplicate it to keep it.
+        /// Descriptor of the memfd (host memory) or dma-buf (device memory) behind the region, or -1. Owned by the host, and valid as long as
+        /// the region; duplicate it to keep it.
         pub fd: i32,
         /// Where in the descriptor the region starts, in bytes.
         pub fd_offset: u64,
@@ -49,7 +50,7 @@ abi_struct! {
     /// Where one layer's part of a page lies: `run_count` runs of `run_len` bytes, `run_stride` bytes apart,
     /// in one segment.
     pub struct Component {
-        /// Layer, from 0.
+        /// Layer, from 0 in this pipeline stage, and the same in all pools. Several components may have one layer.
         pub layer: u32,
         /// A [`crate::ComponentKind`].
         pub kind: u32,
@@ -71,7 +72,7 @@ abi_struct! {
 abi_struct! {
     /// A pool of pages.
     pub struct PoolDesc {
-        /// Number by which transfers name the pool.
+        /// Number by which transfers name the pool, chosen by the host for this instance. What is stored goes by `name`.
         pub pool: u32,
         /// A [`crate::PoolRole`].
         pub role: u32,
@@ -87,11 +88,11 @@ abi_struct! {
         pub layout: Bytes,
         /// Pages in the pool.
         pub page_count: u64,
-        /// Tokens of the sequence a page stands for.
+        /// Tokens of the sequence a page stands for; 0 for a state that stands for the whole prefix up to its key.
         pub page_tokens: u32,
         /// Layers with a part in the page; 0 for a logical pool.
         pub layers: u32,
-        /// Bytes of a page over all segments, the seal included; 0 for a logical pool.
+        /// Bytes of a page over all segments, the seal included; 0 for a logical pool. A page is stored with exactly this many bytes.
         pub page_bytes: u64,
         /// Regions.
         pub regions: *const Region,
