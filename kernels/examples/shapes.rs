@@ -1,6 +1,7 @@
 //! How fast the CPU device is on the shapes of SmolLM2-135M, beside what the machine can do.
 //!
-//! `cargo run --release -p kvdock-kernels --example shapes [THREADS]`
+//! `cargo run --release -p kvdock-kernels --example shapes [THREADS] [FORMAT | model]`: all, the
+//! products of one weight format, or whole steps of the model.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -64,7 +65,7 @@ fn weight(device: &dyn Device, rows: usize, cols: usize, format: WeightFormat) -
     Ok(device.upload_weight(&data)?)
 }
 
-fn products(device: &dyn Device) -> Result<()> {
+fn products(device: &dyn Device, only: Option<&str>) -> Result<()> {
     println!("{:6} {:>12} {:>5} {:>10} {:>9} {:>8}", "format", "shape", "rows", "us", "GFLOP/s", "GB/s");
     let formats = [
         WeightFormat::Q4_1,
@@ -76,7 +77,7 @@ fn products(device: &dyn Device) -> Result<()> {
         WeightFormat::F16,
         WeightFormat::F32,
     ];
-    for format in formats {
+    for format in formats.into_iter().filter(|f| only.is_none_or(|o| o == f.name())) {
         let k_quant = format.block_elements() == 256;
         let shapes: &[(usize, usize)] = match format {
             WeightFormat::Q4_1 => &[(HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN)],
@@ -93,7 +94,7 @@ fn products(device: &dyn Device) -> Result<()> {
                 }
                 let x = device.upload(&vec![0.5; rows * k])?;
                 let mut out = device.alloc(rows * n)?;
-                let calls = if rows > 100 { 3 } else { 30 };
+                let calls = if rows > 100 { 12 } else { 60 };
                 let seconds = best(calls, || {
                     let p = Projection { weight: &w, bias: None, out: &mut out };
                     Ok(device.linear(&x, rows, &mut [p])?)
@@ -335,8 +336,12 @@ fn main() -> Result<()> {
     let threads = std::env::args().nth(1).map_or(Ok(2), |a| a.parse())?;
     let device = CpuDevice::new(threads)?;
     println!("{}, reads {:.1} GB/s", device.name(), bandwidth(threads) * 1e-9);
-    if std::env::args().nth(2).as_deref() != Some("model") {
-        products(&device)?;
+    let only = std::env::args().nth(2);
+    if only.as_deref() != Some("model") {
+        products(&device, only.as_deref())?;
     }
-    model(&device)
+    if only.is_none_or(|o| o == "model") {
+        model(&device)?;
+    }
+    Ok(())
 }

@@ -91,3 +91,6 @@ pub fn dequantize(format: WeightFormat, bytes: &[u8], out: &mut [f32]) -> Result
 }
 
 pub(crate) mod blocks;
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,11 @@
 //! One split of a unit: its blocks, from the pool's pages to the running state.
 
+use std::ops::Range;
+
 use super::kernels;
 use super::{Attention, BLOCK, Buffers, Dims, SPLIT, State, Unit};
 use crate::cpu::kv_pool::KvElement;
-use crate::cpu::simd::{LANES, Lanes};
+use crate::cpu::simd::{LANES, Lanes, prefetch};
 
 /// Computes the state of a unit's rows over one split, from nothing.
 #[inline(always)]
@@ -22,28 +24,41 @@ pub(super) fn attend_split<S: Lanes, E: KvElement>(
     let first_seen = call.seen(position(unit.rows.start)).start;
     let end_seen = position(unit.rows.end - 1) + 1;
     let queries = unit.rows.len() * dims.group;
+    // With few queries a block is used about once, and widened where it is used.
+    let direct = queries <= kernels::GROUP && call.pool.keys_in_groups() && dims.dv == dims.dv_padded;
 
     let mut start = split * SPLIT;
     while start < ((split + 1) * SPLIT).min(end_seen) {
         let count = BLOCK.min(end_seen - start);
-        if start + count > first_seen {
+        if start + count <= first_seen {
+            // No row sees any of it.
+        } else if direct {
+            let next = BLOCK.min(end_seen - (start + BLOCK).min(end_seen));
+            fetch_values::<E>(call, dims, unit, start, count);
+            score_in_place::<S, E>(s, call, dims, unit, start, count, b);
+            fetch_keys::<E>(call, dims, unit, start + BLOCK, next);
+            attend_block::<S, E>(s, call, dims, unit, start, true, b, state);
+        } else {
             load_keys::<S, E>(s, call, unit, start, count, b.keys);
             load_values::<S, E>(s, call, dims, unit, start, count, b.values);
             kernels::scores(s, b.keys, b.q, dims.dk, queries, b.weights);
-            attend_block(s, call, dims, unit, start, b, state);
+            attend_block::<S, E>(s, call, dims, unit, start, false, b, state);
         }
         start += BLOCK;
     }
 }
 
-/// Softmax and weighted values of one block whose scores are in `b.weights`.
+/// Softmax and weighted values of one block whose scores are in `b.weights`. The values are in
+/// the pool (`direct`) or in `b.values`.
 #[inline(always)]
-fn attend_block<S: Lanes>(
+#[allow(clippy::too_many_arguments)]
+fn attend_block<S: Lanes, E: KvElement>(
     s: S,
     call: &Attention<'_>,
     dims: Dims,
     unit: &Unit,
     start: usize,
+    direct: bool,
     b: &mut Buffers<'_>,
     state: &mut State<'_>,
 ) {
@@ -80,17 +95,106 @@ fn attend_block<S: Lanes>(
         if !part.is_empty() {
             let first = (row - unit.rows.start) * dims.group;
             let count = (end - row) * dims.group;
-            kernels::add_values(
-                s,
-                b.values,
-                dims.dv_padded,
-                part,
-                &b.weights[first * BLOCK..][..count * BLOCK],
-                &b.factors[first..][..count],
-                &mut state.values[first * dims.dv_padded..][..count * dims.dv_padded],
-            );
+            let sums = kernels::Sums {
+                dv: dims.dv_padded,
+                weights: &b.weights[first * BLOCK..][..count * BLOCK],
+                factors: &b.factors[first..][..count],
+                sums: &mut state.values[first * dims.dv_padded..][..count * dims.dv_padded],
+            };
+            if direct {
+                add_in_place::<S, E>(s, call, unit, start, part, sums);
+            } else {
+                assert!(b.values.len() >= BLOCK * dims.dv_padded);
+                // SAFETY: `b.values` is a whole block, of which `part` is a part.
+                unsafe { kernels::add_values(s, b.values.as_ptr(), true, part, sums) };
+            }
         }
         row = end;
+    }
+}
+
+/// Scores of a block whose keys are read from the pool, for at most [`kernels::GROUP`] queries.
+#[inline(always)]
+fn score_in_place<S: Lanes, E: KvElement>(
+    s: S,
+    call: &Attention<'_>,
+    dims: Dims,
+    unit: &Unit,
+    start: usize,
+    count: usize,
+    b: &mut Buffers<'_>,
+) {
+    let queries = unit.rows.len() * dims.group;
+    let mut groups = [std::ptr::null(); BLOCK / LANES];
+    let used = count.div_ceil(LANES);
+    for (i, group) in groups[..used].iter_mut().enumerate() {
+        *group = key_group::<E>(call, unit, start + i * LANES);
+    }
+    // SAFETY: each of the groups is 16 keys within a page, which lie `[dk][16]`.
+    unsafe { kernels::score_groups(s, &groups[..used], b.q, dims.dk, queries, b.weights) };
+}
+
+/// The group of 16 keys at `position`, a multiple of 16.
+#[inline(always)]
+fn key_group<E: KvElement>(call: &Attention<'_>, unit: &Unit, position: usize) -> *const E {
+    let spec = &call.plan.spec;
+    let page = call.plan.spans[unit.span].pages[position / spec.page_tokens];
+    let keys = call.pool.keys::<E>(call.layer, page, unit.head);
+    keys.wrapping_add(position % spec.page_tokens * spec.head_dim_k)
+}
+
+/// The values at `position`; those of its page that follow lie behind them.
+#[inline(always)]
+fn value_row<E: KvElement>(call: &Attention<'_>, unit: &Unit, position: usize) -> *const E {
+    let spec = &call.plan.spec;
+    let page = call.plan.spans[unit.span].pages[position / spec.page_tokens];
+    let values = call.pool.values::<E>(call.layer, page, unit.head);
+    values.wrapping_add(position % spec.page_tokens * spec.head_dim_v)
+}
+
+/// Adds the weighted values of positions `start + part`, read from the pool page by page.
+#[inline(always)]
+fn add_in_place<S: Lanes, E: KvElement>(
+    s: S,
+    call: &Attention<'_>,
+    unit: &Unit,
+    start: usize,
+    part: Range<usize>,
+    mut sums: kernels::Sums<'_>,
+) {
+    let page_tokens = call.plan.spec.page_tokens;
+    let mut j = part.start;
+    while j < part.end {
+        let position = start + j;
+        let count = (page_tokens - position % page_tokens).min(part.end - j);
+        // The kernel counts rows from the start of the block.
+        let rows = value_row::<E>(call, unit, position).wrapping_sub(j * sums.dv);
+        let first = j == part.start;
+        // SAFETY: rows `j..j + count` lie one after another in a page.
+        unsafe { kernels::add_values(s, rows, first, j..j + count, sums.reborrow()) };
+        j += count;
+    }
+}
+
+/// Asks for the keys of `count` positions to be fetched into the cache.
+#[inline(always)]
+fn fetch_keys<E: KvElement>(call: &Attention<'_>, dims: Dims, unit: &Unit, start: usize, count: usize) {
+    for first in (0..count).step_by(LANES) {
+        let group = key_group::<E>(call, unit, start + first).cast::<u8>();
+        for line in (0..LANES * dims.dk * size_of::<E>()).step_by(64) {
+            prefetch(group, line);
+        }
+    }
+}
+
+/// Asks for the values of `count` positions to be fetched into the cache.
+#[inline(always)]
+fn fetch_values<E: KvElement>(call: &Attention<'_>, dims: Dims, unit: &Unit, start: usize, count: usize) {
+    for j in 0..count {
+        let row = value_row::<E>(call, unit, start + j).cast::<u8>();
+        for line in (0..dims.dv * size_of::<E>()).step_by(64) {
+            prefetch(row, line);
+        }
     }
 }
 
@@ -112,13 +216,10 @@ fn load_keys<S: Lanes, E: KvElement>(
     if call.pool.keys_in_groups() {
         let mut first = 0;
         while first < count {
-            let position = start + first;
-            let page = pages[position / page_tokens];
-            let from = call.pool.keys::<E>(call.layer, page, unit.head);
+            let group = key_group::<E>(call, unit, start + first);
             // SAFETY: a group of 16 tokens never leaves its page, and begins at a multiple of
             // 16; columns `first..first + 16` exist since BLOCK is a multiple of 16.
             unsafe {
-                let group = from.add(position % page_tokens * dk);
                 let to = keys.as_mut_ptr().add(first);
                 for d in 0..dk {
                     s.store(to.add(d * BLOCK), E::load(s, group.add(d * LANES)));
@@ -151,18 +252,13 @@ fn load_values<S: Lanes, E: KvElement>(
     count: usize,
     values: &mut [f32],
 ) {
-    let pages = &call.plan.spans[unit.span].pages;
-    let page_tokens = call.plan.spec.page_tokens;
     let Dims { dv, dv_padded, .. } = dims;
     let whole = dv / LANES * LANES;
     assert!(values.len() >= BLOCK * dv_padded && count <= BLOCK);
     for j in 0..count {
-        let position = start + j;
-        let page = pages[position / page_tokens];
-        let from = call.pool.values::<E>(call.layer, page, unit.head);
+        let from = value_row::<E>(call, unit, start + j);
         // SAFETY: the token lies within its page, and row `j` within `values`.
         unsafe {
-            let from = from.add(position % page_tokens * dv);
             let to = values.as_mut_ptr().add(j * dv_padded);
             let mut d = 0;
             while d < whole {

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::BLOCK;
+use crate::cpu::kv_pool::KvElement;
 use crate::cpu::math::exp;
 use crate::cpu::simd::{LANES, Lanes};
 
@@ -10,7 +11,7 @@ use crate::cpu::simd::{LANES, Lanes};
 const VECTORS: usize = BLOCK / LANES;
 
 /// Queries that a kernel holds in registers.
-const GROUP: usize = 6;
+pub(super) const GROUP: usize = 6;
 
 /// Calls a kernel with its const parameter for 1 to 6 queries.
 macro_rules! with_count {
@@ -104,6 +105,69 @@ unsafe fn score_columns<S: Lanes, const N: usize, const V: usize>(
     }
 }
 
+/// [`scores`] for at most [`GROUP`] queries, of keys that lie in groups `[dk][16]` of the pool's
+/// element type. Scores of a block beyond the groups are left as they are.
+///
+/// # Safety
+/// Each group is readable.
+#[inline(always)]
+pub(super) unsafe fn score_groups<S: Lanes, E: KvElement>(
+    s: S,
+    groups: &[*const E],
+    q: &[f32],
+    dk: usize,
+    queries: usize,
+    out: &mut [f32],
+) {
+    assert!(queries <= GROUP && q.len() >= queries * dk && out.len() >= queries * BLOCK);
+    // SAFETY: `q` and `out` hold `queries` rows; the groups are the caller's promise.
+    unsafe {
+        let (q, out) = (q.as_ptr(), out.as_mut_ptr());
+        with_count!(queries, N => if S::WIDE && let Some(groups) = groups.first_chunk() {
+            group_columns::<S, E, N, VECTORS>(s, groups, q, dk, out);
+        } else {
+            for (v, group) in groups.iter().enumerate() {
+                group_columns::<S, E, N, 1>(s, &[*group], q, dk, out.add(v * LANES));
+            }
+        });
+    }
+}
+
+/// Scores of N queries with V groups of 16 keys.
+///
+/// # Safety
+/// The groups are readable, `q` holds N rows of `dk`, `out` N rows (BLOCK apart) of `16 * V`.
+#[inline(always)]
+unsafe fn group_columns<S: Lanes, E: KvElement, const N: usize, const V: usize>(
+    s: S,
+    groups: &[*const E; V],
+    q: *const f32,
+    dk: usize,
+    out: *mut f32,
+) {
+    let mut sums = [[s.splat(0.0); V]; N];
+    // SAFETY: all within what the caller promises.
+    unsafe {
+        for d in 0..dk {
+            let mut k = [s.splat(0.0); V];
+            for v in 0..V {
+                k[v] = E::load(s, groups[v].add(d * LANES));
+            }
+            for n in 0..N {
+                let q = s.splat(*q.add(n * dk + d));
+                for v in 0..V {
+                    sums[n][v] = s.fma(q, k[v], sums[n][v]);
+                }
+            }
+        }
+        for n in 0..N {
+            for v in 0..V {
+                s.store(out.add(n * BLOCK + v * LANES), sums[n][v]);
+            }
+        }
+    }
+}
+
 /// Makes weights of a query's scores over a block: `exp(score - max)` where seen, zero elsewhere.
 /// Brings `max` and `denominator` up to date and returns the factor on the sums so far. `seen`
 /// is not empty.
@@ -152,21 +216,40 @@ fn only<S: Lanes>(s: S, seen: Range<usize>, i: usize, x: S::F, other: S::F) -> S
     s.first(seen.start.saturating_sub(from), other, x)
 }
 
-/// `sums[query] = sums[query] * factors[query] + sum over j in seen of weights[query][j] *
-/// values[j]`.
+/// Weights of some queries over a block, and the sums that they add values to.
+pub(super) struct Sums<'a> {
+    /// Columns of a value; a multiple of 16.
+    pub(super) dv: usize,
+    /// `[queries][BLOCK]`.
+    pub(super) weights: &'a [f32],
+    /// `[queries]`: factors on the sums so far.
+    pub(super) factors: &'a [f32],
+    /// `[queries][dv]`.
+    pub(super) sums: &'a mut [f32],
+}
+
+impl Sums<'_> {
+    pub(super) fn reborrow(&mut self) -> Sums<'_> {
+        Sums { dv: self.dv, weights: self.weights, factors: self.factors, sums: self.sums }
+    }
+}
+
+/// `sums[query] = sums[query] * factors[query] + sum over j in part of weights[query][j] *
+/// values[j]`; the factors are left out if `first` is false.
+///
+/// # Safety
+/// Rows `part` of `values` (`dv` elements each) are readable.
 #[inline(always)]
-pub(super) fn add_values<S: Lanes>(
+pub(super) unsafe fn add_values<S: Lanes, E: KvElement>(
     s: S,
-    values: &[f32],
-    dv: usize,
-    seen: Range<usize>,
-    weights: &[f32],
-    factors: &[f32],
-    sums: &mut [f32],
+    values: *const E,
+    first: bool,
+    part: Range<usize>,
+    to: Sums<'_>,
 ) {
-    let queries = factors.len();
-    assert!(dv.is_multiple_of(LANES) && seen.end <= BLOCK && values.len() >= BLOCK * dv);
-    assert!(weights.len() >= queries * BLOCK && sums.len() >= queries * dv);
+    let (queries, dv) = (to.factors.len(), to.dv);
+    assert!(dv.is_multiple_of(LANES) && part.end <= BLOCK);
+    assert!(to.weights.len() >= queries * BLOCK && to.sums.len() >= queries * dv);
     let mut query = 0;
     while query < queries {
         let count = GROUP.min(queries - query);
@@ -175,19 +258,19 @@ pub(super) fn add_values<S: Lanes>(
             // SAFETY: `count` queries from `query` on exist in weights, factors and sums; the
             // columns `d..` taken at once end within `dv`.
             unsafe {
-                let values = values.as_ptr().add(d);
-                let weights = weights.as_ptr().add(query * BLOCK);
-                let factors = factors.as_ptr().add(query);
-                let sums = sums.as_mut_ptr().add(query * dv + d);
+                let c = Columns {
+                    values: values.wrapping_add(d),
+                    dv,
+                    part: part.clone(),
+                    weights: to.weights.as_ptr().add(query * BLOCK),
+                    factors: first.then(|| to.factors.as_ptr().add(query)),
+                    sums: to.sums.as_mut_ptr().add(query * dv + d),
+                };
                 if S::WIDE && dv - d >= 4 * LANES {
-                    with_count!(count, N => add_columns::<S, N, 4>(
-                        s, values, dv, seen.clone(), weights, factors, sums,
-                    ));
+                    with_count!(count, N => c.add::<S, N, 4>(s));
                     d += 4 * LANES;
                 } else {
-                    with_count!(count, N => add_columns::<S, N, 1>(
-                        s, values, dv, seen.clone(), weights, factors, sums,
-                    ));
+                    with_count!(count, N => c.add::<S, N, 1>(s));
                     d += LANES;
                 }
             }
@@ -196,45 +279,54 @@ pub(super) fn add_values<S: Lanes>(
     }
 }
 
-/// [`add_values`] for N queries and `16 * V` columns.
-///
-/// # Safety
-/// `values` has rows `seen` (`dv` apart) of `16 * V` floats, `weights` N rows of BLOCK, `factors`
-/// N floats, `sums` N rows (`dv` apart) of `16 * V`.
-#[inline(always)]
-unsafe fn add_columns<S: Lanes, const N: usize, const V: usize>(
-    s: S,
-    values: *const f32,
+/// Some columns of [`add_values`], for as many queries as registers hold.
+struct Columns<E> {
+    values: *const E,
+    /// Elements from row to row of values and sums.
     dv: usize,
-    seen: Range<usize>,
+    part: Range<usize>,
     weights: *const f32,
-    factors: *const f32,
+    factors: Option<*const f32>,
     sums: *mut f32,
-) {
-    // SAFETY: all within what the caller promises.
-    unsafe {
-        let mut acc = [[s.splat(0.0); V]; N];
-        for n in 0..N {
-            let factor = s.splat(*factors.add(n));
-            for v in 0..V {
-                acc[n][v] = s.mul(s.load(sums.add(n * dv + v * LANES)), factor);
-            }
-        }
-        for j in seen {
-            let mut x = [s.splat(0.0); V];
-            for v in 0..V {
-                x[v] = s.load(values.add(j * dv + v * LANES));
-            }
+}
+
+impl<E: KvElement> Columns<E> {
+    /// # Safety
+    /// `values` has rows `part` of `16 * V` elements, `weights` N rows of BLOCK, `factors` N
+    /// floats, `sums` N rows of `16 * V`.
+    #[inline(always)]
+    unsafe fn add<S: Lanes, const N: usize, const V: usize>(self, s: S) {
+        let Self { values, dv, part, weights, factors, sums } = self;
+        // SAFETY: all within what the caller promises.
+        unsafe {
+            let mut acc = [[s.splat(0.0); V]; N];
             for n in 0..N {
-                let p = s.splat(*weights.add(n * BLOCK + j));
                 for v in 0..V {
-                    acc[n][v] = s.fma(p, x[v], acc[n][v]);
+                    acc[n][v] = s.load(sums.add(n * dv + v * LANES));
+                }
+                if let Some(factors) = factors {
+                    let factor = s.splat(*factors.add(n));
+                    for v in 0..V {
+                        acc[n][v] = s.mul(acc[n][v], factor);
+                    }
                 }
             }
-        }
-        for n in 0..N {
-            for v in 0..V {
-                s.store(sums.add(n * dv + v * LANES), acc[n][v]);
+            for j in part {
+                let mut x = [s.splat(0.0); V];
+                for v in 0..V {
+                    x[v] = E::load(s, values.wrapping_add(j * dv + v * LANES));
+                }
+                for n in 0..N {
+                    let p = s.splat(*weights.add(n * BLOCK + j));
+                    for v in 0..V {
+                        acc[n][v] = s.fma(p, x[v], acc[n][v]);
+                    }
+                }
+            }
+            for n in 0..N {
+                for v in 0..V {
+                    s.store(sums.add(n * dv + v * LANES), acc[n][v]);
+                }
             }
         }
     }

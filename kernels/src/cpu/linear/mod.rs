@@ -92,7 +92,7 @@ pub(super) fn run(
         products.iter_mut().map(|p| Target { weight: p.weight, bias: p.bias, out: p.out.as_mut_ptr() }).collect();
     match rows {
         0 => Ok(()),
-        1 => vector::run(machine, pool, x, &targets),
+        1..=vector::MAX_ROWS => vector::run(machine, pool, x, rows, &targets),
         _ => matrix::run(machine, pool, scratch, x, rows, &targets),
     }
 }

@@ -1,17 +1,16 @@
-//! One row: weights are decoded in registers and used at once.
+//! A few rows: weights are decoded in registers and used at once.
 
 use std::marker::PhantomData;
 
 use super::Target;
 use crate::cpu::packed::tile::{STEP, TileFormat};
 use crate::cpu::packed::with_tile_format;
-use crate::cpu::simd::{Kernel, LANES, Lanes, Machine, prefetch};
+use crate::cpu::simd::{Kernel, Lanes, Machine, prefetch};
 use crate::cpu::threads::ThreadPool;
 use crate::error::KernelError;
 
-/// Tiles that a kernel works on at once. An FMA takes 4 cycles and a tile has one chain of them,
-/// so a single tile would wait for itself.
-const TOGETHER: usize = 4;
+/// Rows up to which this way is faster than storing the decoded weights.
+pub(super) const MAX_ROWS: usize = 4;
 
 /// Bytes of a tile's stream to fetch ahead of use.
 const AHEAD: usize = 1024;
@@ -23,7 +22,13 @@ struct Task {
     count: usize,
 }
 
-pub(super) fn run(machine: Machine, pool: &ThreadPool, x: &[f32], targets: &[Target<'_>]) -> Result<(), KernelError> {
+pub(super) fn run(
+    machine: Machine,
+    pool: &ThreadPool,
+    x: &[f32],
+    rows: usize,
+    targets: &[Target<'_>],
+) -> Result<(), KernelError> {
     let total: usize = targets.iter().map(|t| t.weight.tiles()).sum();
     // About four tasks a thread, so that a thread that is held up does not hold up the others.
     let share = total.div_ceil(4 * pool.threads());
@@ -41,6 +46,7 @@ pub(super) fn run(machine: Machine, pool: &ThreadPool, x: &[f32], targets: &[Tar
         with_tile_format!(target.weight.format, T => machine.run(Vector::<T> {
             target,
             x,
+            rows,
             first: task.first,
             count: task.count,
             format: PhantomData,
@@ -51,6 +57,7 @@ pub(super) fn run(machine: Machine, pool: &ThreadPool, x: &[f32], targets: &[Tar
 struct Vector<'a, T> {
     target: &'a Target<'a>,
     x: &'a [f32],
+    rows: usize,
     first: usize,
     count: usize,
     format: PhantomData<T>,
@@ -59,38 +66,52 @@ struct Vector<'a, T> {
 impl<T: TileFormat> Kernel for Vector<'_, T> {
     type Output = ();
 
+    /// An FMA takes 4 cycles, and a tile has one chain of them a row, so a single chain would
+    /// wait for itself: a few tiles are worked on at once, as many as the registers hold.
     #[inline(always)]
     fn call<S: Lanes>(self, s: S) {
-        let mut tile = self.first;
-        let end = self.first + self.count;
-        while tile < end {
-            if S::WIDE && end - tile >= TOGETHER {
-                self.tiles::<S, TOGETHER>(s, tile);
-                tile += TOGETHER;
-            } else if end - tile >= 2 {
-                self.tiles::<S, 2>(s, tile);
-                tile += 2;
-            } else {
-                self.tiles::<S, 1>(s, tile);
-                tile += 1;
-            }
+        match (self.rows, S::WIDE) {
+            (1, true) => self.all::<S, 1, 4>(s),
+            (2, true) => self.all::<S, 2, 4>(s),
+            (3, true) => self.all::<S, 3, 2>(s),
+            (4, true) => self.all::<S, 4, 2>(s),
+            (1, false) => self.all::<S, 1, 2>(s),
+            (2, false) => self.all::<S, 2, 1>(s),
+            (3, false) => self.all::<S, 3, 1>(s),
+            (4, false) => self.all::<S, 4, 1>(s),
+            (rows, _) => unreachable!("{rows} rows"),
         }
     }
 }
 
 impl<T: TileFormat> Vector<'_, T> {
+    /// All tiles of the task, N at once.
     #[inline(always)]
-    fn tiles<S: Lanes, const N: usize>(&self, s: S, first: usize) {
+    fn all<S: Lanes, const R: usize, const N: usize>(&self, s: S) {
+        let mut tile = self.first;
+        let end = self.first + self.count;
+        while end - tile >= N {
+            self.tiles::<S, R, N>(s, tile);
+            tile += N;
+        }
+        while tile < end {
+            self.tiles::<S, R, 1>(s, tile);
+            tile += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn tiles<S: Lanes, const R: usize, const N: usize>(&self, s: S, first: usize) {
         let weight = self.target.weight;
         let cols = weight.shape.cols;
-        assert!(self.x.len() >= cols && first + N <= weight.tiles());
+        assert!(self.x.len() >= R * cols && first + N <= weight.tiles());
         let base = weight.tile(first).as_ptr();
         let tile_bytes = weight.tile_bytes();
         let x = self.x.as_ptr();
-        let mut sums = [s.splat(0.0); N];
+        let mut sums = [[s.splat(0.0); R]; N];
 
         // SAFETY: tiles `first..first + N` lie one after another from `base` on, each with all
-        // blocks of `cols` elements, and `x` has `cols` elements.
+        // blocks of `cols` elements, and `x` has R rows of `cols` elements.
         unsafe {
             for b in 0..cols / T::BLOCK {
                 let mut blocks = [base; N];
@@ -117,8 +138,10 @@ impl<T: TileFormat> Vector<'_, T> {
                             let w = T::weights(s, scales[t], blocks[t].add(at), step);
                             let mut j = 0;
                             while j < STEP {
-                                let x = s.splat(*x.add(step * STEP + j));
-                                sums[t] = s.fma(x, w[j], sums[t]);
+                                for r in 0..R {
+                                    let x = s.splat(*x.add(r * cols + step * STEP + j));
+                                    sums[t][r] = s.fma(x, w[j], sums[t][r]);
+                                }
                                 j += 1;
                             }
                         }
@@ -129,18 +152,21 @@ impl<T: TileFormat> Vector<'_, T> {
             if T::ELEMENT_BYTES > 0 {
                 for k in whole..cols {
                     let at = whole / T::BLOCK * T::BLOCK_BYTES + (k - whole) * T::ELEMENT_BYTES;
-                    let x = s.splat(*x.add(k));
                     for t in 0..N {
                         let w = T::element(s, base.add(t * tile_bytes + at));
-                        sums[t] = s.fma(x, w, sums[t]);
+                        for r in 0..R {
+                            let x = s.splat(*x.add(r * cols + k));
+                            sums[t][r] = s.fma(x, w, sums[t][r]);
+                        }
                     }
                 }
             }
         }
         for (t, sums) in sums.into_iter().enumerate() {
-            // SAFETY: there is one row, the tile exists, and this task alone has it.
-            unsafe { self.target.put(0, first + t, &s.to_array(sums)) };
+            for (r, sums) in sums.into_iter().enumerate() {
+                // SAFETY: row and tile exist, and this task alone has them.
+                unsafe { self.target.put(r, first + t, &s.to_array(sums)) };
+            }
         }
-        const { assert!(LANES == 16) };
     }
 }
