@@ -3,7 +3,7 @@
 use crate::error::wire_enum;
 
 wire_enum! {
-    /// Element type of a pool. Formats of their own (packed fp8 rows, states) are `Bytes`.
+    /// Element type of a pool. Formats of their own (packed fp8 rows, states) are bytes.
     Dtype: u32, unknown => Bytes {
         /// Bytes without a common element type.
         Bytes = 0 => "bytes",

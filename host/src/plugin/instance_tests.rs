@@ -158,7 +158,7 @@ fn pool() -> HostPoolDescription {
 
 fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<AtomicUsize>) {
     let identity = api::v0_1::Identity {
-        namespace: [0; 32],
+        namespace_digest: [0; 32],
         namespace_json: "{}".into(),
         model_name: "m".into(),
         weights_digest: [0; 32],

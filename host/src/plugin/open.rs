@@ -143,7 +143,7 @@ impl Steps {
         let namespace_json = self.identity.namespace.json();
         let namespace = &self.identity.namespace;
         let identity = Identity {
-            namespace: namespace.digest(),
+            namespace_digest: namespace.digest(),
             namespace_json: namespace_json.as_str().into(),
             model_name: self.identity.model_name.as_str().into(),
             weights_digest: self.identity.weights_digest,

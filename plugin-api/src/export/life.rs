@@ -51,7 +51,7 @@ pub unsafe fn open<B: Backend>(
             let raw =
                 args.identity.as_ref().ok_or_else(|| Error::new(ErrorKind::Internal, "open needs an identity"))?;
             let identity = Identity {
-                namespace: raw.namespace,
+                namespace: raw.namespace_digest,
                 namespace_json: raw::text(raw.namespace_json)?.to_owned(),
                 model_name: raw::text(raw.model_name)?.to_owned(),
                 weights_digest: raw.weights_digest,

@@ -186,7 +186,7 @@ impl Instance {
         options: &Options<'_>,
     ) -> Result<Instance> {
         let raw = v0_1::Identity {
-            namespace: identity.namespace,
+            namespace_digest: identity.namespace,
             namespace_json: identity.namespace_json.as_str().into(),
             model_name: identity.model_name.as_str().into(),
             weights_digest: identity.weights_digest,

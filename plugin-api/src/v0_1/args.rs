@@ -52,11 +52,11 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Who this worker is. Everything that changes the bytes of a page is bound in `namespace`.
+    /// Who this worker is. Everything that changes the bytes of a page is bound in the namespace.
     pub struct Identity {
         /// SHA-256 over what the namespace binds: content digest of the weights, KV dtype, layout, page size, rank geometry,
         /// numerics of the kernels. Pages under other namespaces are not ours.
-        pub namespace: [u8; 32],
+        pub namespace_digest: [u8; 32],
         /// The bound values as a JSON object, for a person and for readable key schemes.
         pub namespace_json: Bytes,
         /// Name of the model as clients use it.

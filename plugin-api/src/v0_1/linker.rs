@@ -133,7 +133,7 @@ abi_struct! {
         pub offload: unsafe extern "C" fn(*mut c_void, *const OffloadArgs, *mut ErrorOut) -> Status,
         /// How many completed offloads wait to be popped.
         pub num_completed_offloads: unsafe extern "C" fn(*mut c_void) -> u64,
-        /// Pops the oldest completed offload, in the order of their queueing; waits for none: `NotFound` when there is none.
+        /// Pops the oldest completed offload, in the order of their queueing; waits for none: [`crate::ErrorKind::NotFound`] when there is none.
         pub pop_completed_offload: unsafe extern "C" fn(*mut c_void, *mut OffloadDone, *mut ErrorOut) -> Status,
         /// Cancels what is queued, ends what runs, forgets completed offloads. When it returns, nothing of them is touched again.
         pub reset: unsafe extern "C" fn(*mut c_void, *const CallContext, *mut ErrorOut) -> Status,
