@@ -24,8 +24,13 @@ pub(crate) struct Leaf {
 pub(crate) struct Leaves(BTreeMap<Path, Leaf>);
 
 impl Leaves {
-    /// Sets `path`; what stood there, below it or above it gives way.
+    /// Sets `path`; what stood there, below it or above it gives way. An empty table adds nothing to what
+    /// is in it already.
     pub(crate) fn put(&mut self, path: Path, leaf: Leaf) {
+        let is_empty = leaf.value.as_table().is_some_and(toml::Table::is_empty);
+        if is_empty && self.0.keys().any(|old| old.len() > path.len() && old.starts_with(&path)) {
+            return;
+        }
         self.0.retain(|old, _| !old.starts_with(&path) && !path.starts_with(old));
         self.0.insert(path, leaf);
     }

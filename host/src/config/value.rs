@@ -115,8 +115,12 @@ fn bounds(low: i64, high: i64) -> String {
 pub(crate) fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     candidates
         .into_iter()
-        .map(|candidate| (strsim::jaro_winkler(text, candidate), candidate))
-        .filter(|(similarity, _)| *similarity > 0.75)
+        .filter_map(|candidate| {
+            let edits = strsim::damerau_levenshtein(text, candidate);
+            let alike = strsim::jaro_winkler(text, candidate);
+            let near = edits <= 1 || alike > 0.75;
+            near.then(|| (alike + strsim::normalized_damerau_levenshtein(text, candidate), candidate))
+        })
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, candidate)| candidate)
 }
