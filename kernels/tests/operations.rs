@@ -123,22 +123,14 @@ fn rope_spec(style: RopeStyle, offset: usize, dim: usize) -> RopeSpec {
     }
 }
 
-const ONE_HEAD: KvSpec = KvSpec {
-    layers: 1,
-    kv_heads: 1,
-    head_dim_k: 4,
-    head_dim_v: 4,
-    page_tokens: 16,
-    pages: 64,
-    dtype: KvDtype::F32,
-};
+const ONE_HEAD: KvSpec =
+    KvSpec { layers: 1, kv_heads: 1, head_dim_k: 4, head_dim_v: 4, page_tokens: 16, pages: 64, dtype: KvDtype::F32 };
 
 #[test]
 fn rope_rotates_pairs_by_position() {
     let (heads, head_dim, dim, offset) = (3, 20, 12, 4);
     let pages: Vec<u32> = (0..63).collect();
-    let seqs =
-        [SeqSpan { start: 990, len: 10, pages: &pages }, SeqSpan { start: 0, len: 2, pages: &[63] }];
+    let seqs = [SeqSpan { start: 990, len: 10, pages: &pages }, SeqSpan { start: 0, len: 2, pages: &[63] }];
     let positions: Vec<usize> = (990..1000).chain(0..2).collect();
     let x = numbers(12 * heads * head_dim, 10);
     for style in [RopeStyle::Half, RopeStyle::Interleaved] {

@@ -21,7 +21,13 @@ struct Host {
 
 impl Host {
     fn new(spec: KvSpec, layout: &'static str, pages: usize) -> Self {
-        Self { k: vec![0xEE; pages * spec.page_k_bytes()], v: vec![0xEE; pages * spec.page_v_bytes()], spec, layout, pages }
+        Self {
+            k: vec![0xEE; pages * spec.page_k_bytes()],
+            v: vec![0xEE; pages * spec.page_v_bytes()],
+            spec,
+            layout,
+            pages,
+        }
     }
 
     /// Strides of (page, layer, head, token) for elements of `row` bytes.
@@ -110,9 +116,11 @@ fn pages_come_out_in_any_layout_and_go_back_in() {
                 for (layer, (k, v)) in written.iter().enumerate() {
                     for token in 0..s.pages * page_tokens {
                         for head in 0..s.kv_heads {
-                            let row = |x: &[f32], dim: usize| encode(&x[(token * s.kv_heads + head) * dim..][..dim], dtype);
+                            let row =
+                                |x: &[f32], dim: usize| encode(&x[(token * s.kv_heads + head) * dim..][..dim], dtype);
                             let (page, token) = (token / page_tokens, token % page_tokens);
-                            let what = format!("{layout} {dtype:?} layer {layer} page {page} token {token} head {head}");
+                            let what =
+                                format!("{layout} {dtype:?} layer {layer} page {page} token {token} head {head}");
                             assert_eq!(host.row(true, page, layer, head, token), row(k, s.head_dim_k), "{what}");
                             assert_eq!(host.row(false, page, layer, head, token), row(v, s.head_dim_v), "{what}");
                         }
@@ -174,7 +182,15 @@ fn pages_and_layers_out_of_range_are_refused() {
 #[test]
 fn a_restored_prefix_gives_the_same_bits_beside_running_copies() {
     let device = CpuDevice::new(2).unwrap();
-    let geometry = KvSpec { layers: 1, kv_heads: 2, head_dim_k: 32, head_dim_v: 32, page_tokens: 16, pages: 40, dtype: KvDtype::F16 };
+    let geometry = KvSpec {
+        layers: 1,
+        kv_heads: 2,
+        head_dim_k: 32,
+        head_dim_v: 32,
+        page_tokens: 16,
+        pages: 40,
+        dtype: KvDtype::F16,
+    };
     let s = Sequence::new(geometry, 6, 200, 9);
     let expected = s.run(&device, &[200])[160 * 6 * 32..].to_vec();
 
@@ -183,7 +199,8 @@ fn a_restored_prefix_gives_the_same_bits_beside_running_copies() {
     let write = |pool: &dyn KvPool, pages: &[u32], from: usize, to: usize| {
         let seq = SeqSpan { start: from as u32, len: (to - from) as u32, pages };
         let plan = device.plan(pool, &[seq]).unwrap();
-        let (k, v) = (device.upload(&s.k[from * 64..to * 64]).unwrap(), device.upload(&s.v[from * 64..to * 64]).unwrap());
+        let (k, v) =
+            (device.upload(&s.k[from * 64..to * 64]).unwrap(), device.upload(&s.v[from * 64..to * 64]).unwrap());
         device.kv_write(pool, 0, &plan, &k, &v).unwrap();
         plan
     };
