@@ -11,11 +11,13 @@ const DUMP: &str = "layouts/v0_1.txt";
 
 /// Types and enumerations as text, one line a field or value.
 fn dump() -> String {
-    let mut text = String::from("# Types of ABI version 0.1: name, bytes, alignment; then per field offset, bytes, name, type.\n");
+    let mut text =
+        String::from("# Types of ABI version 0.1: name, bytes, alignment; then per field offset, bytes, name, type.\n");
     for ty in TYPES {
         writeln!(text, "\n{} {} {}", ty.name, ty.size, ty.align).unwrap();
         for field in ty.fields {
-            writeln!(text, "    {:>3} {:>3} {}: {}", field.offset, field.size, field.name, type_text(field.ty)).unwrap();
+            writeln!(text, "    {:>3} {:>3} {}: {}", field.offset, field.size, field.name, type_text(field.ty))
+                .unwrap();
         }
     }
     text.push_str("\n# Enumerations: name, integer type; then number and name.\n");
