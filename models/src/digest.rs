@@ -19,6 +19,14 @@ pub(crate) struct Digests<'a> {
 pub(crate) struct Hashed {
     bytes: AtomicU64,
     cancelled: AtomicBool,
+    done: AtomicBool,
+}
+
+impl Hashed {
+    /// Whether hashing has come to its end.
+    pub(crate) fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
 }
 
 impl<'a> Digests<'a> {
@@ -49,7 +57,7 @@ impl<'a> Digests<'a> {
             }
             <[u8; 32]>::from(hash.finalize())
         };
-        match self.files.as_slice() {
+        let digest = match self.files.as_slice() {
             [file] if self.single => one(file),
             files => {
                 let mut outer = Sha256::new();
@@ -58,7 +66,9 @@ impl<'a> Digests<'a> {
                 }
                 outer.finalize().into()
             }
-        }
+        };
+        hashed.done.store(true, Ordering::Release);
+        digest
     }
 }
 

@@ -171,7 +171,7 @@ fn finish(
         if parts.is_err() {
             progress.cancel();
         }
-        while !hashing.is_finished() {
+        while !hashed.is_done() && !hashing.is_finished() {
             progress.report();
             std::thread::park_timeout(std::time::Duration::from_millis(20));
         }
@@ -182,6 +182,16 @@ fn finish(
         Ok::<_, ModelError>((parts?, digest?))
     })?;
     let geometry = parts.geometry;
+    if tokenizer.vocab_size() > geometry.vocab_size {
+        return Err(ModelError::Damaged {
+            path: checkpoint.path().to_path_buf(),
+            what: format!(
+                "expected a tokenizer of at most {} tokens, the rows of the embedding, found {}",
+                geometry.vocab_size,
+                tokenizer.vocab_size()
+            ),
+        });
+    }
     let spec = ModelSpec {
         architecture: checkpoint.architecture()?.to_owned(),
         family: family.name,

@@ -105,6 +105,7 @@ impl<'a> Gguf<'a> {
                 return Err(damaged(format!("tensor \"{name}\" is there twice")));
             }
         }
+        refuse_overlap(path, &tensors)?;
         Ok(Self { path, bytes, values, tensors })
     }
 
@@ -170,6 +171,25 @@ impl<'a> Gguf<'a> {
     pub fn tensor_names(&self) -> impl Iterator<Item = &'a str> + '_ {
         self.tensors.keys().copied()
     }
+}
+
+/// Two tensors never share bytes: where they do, an offset or a shape is wrong.
+fn refuse_overlap(path: &Path, tensors: &HashMap<&str, TensorInfo>) -> Result<(), ModelError> {
+    let mut order: Vec<(&str, &TensorInfo)> = tensors.iter().map(|(name, info)| (*name, info)).collect();
+    order.sort_unstable_by_key(|(_, info)| info.begin);
+    for pair in order.windows(2) {
+        if let [(before, first), (after, second)] = pair
+            && first.begin + first.bytes > second.begin
+        {
+            return Err(ModelError::Tensor {
+                path: path.to_path_buf(),
+                tensor: (*after).to_owned(),
+                expected: format!("data behind that of \"{before}\", from byte {} on", first.begin + first.bytes),
+                found: format!("byte {}", second.begin),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// A tensor's description as it stands in the file.

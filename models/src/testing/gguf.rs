@@ -128,6 +128,11 @@ impl Writer {
         self.key(key, 4).extend(value.to_le_bytes());
     }
 
+    #[cfg(test)]
+    pub(crate) fn bool(&mut self, key: &str, value: bool) {
+        self.key(key, 7).push(value.into());
+    }
+
     pub(crate) fn f32(&mut self, key: &str, value: f32) {
         self.key(key, 6).extend(value.to_le_bytes());
     }

@@ -14,6 +14,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub use fill::{fill, token_ids};
+#[cfg(test)]
+pub(crate) use gguf::Writer;
 pub use shape::{TinyKind, TinyModel, TinyTensor};
 
 /// File name of the real model that tests run on.

@@ -143,3 +143,86 @@ pub(crate) fn token_key(gguf: &Gguf<'_>, key: &str, count: usize) -> Result<Opti
 fn flag(gguf: &Gguf<'_>, key: &str) -> Result<Option<bool>, ModelError> {
     gguf.optional(key, "true or false", |value| value.as_bool())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::testing::Writer;
+
+    /// Metadata of a tokenizer with the tokens a, b, ab, BOS, EOS and a user-defined one.
+    fn keys(pre: &str, edit: impl FnOnce(&mut Writer)) -> Vec<u8> {
+        let mut writer = Writer::default();
+        let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        writer.text(MODEL, "gpt2");
+        writer.text(PRE, pre);
+        writer.texts(TOKENS, &texts(&["a", "b", "ab", "<s>", "</s>", "<think>", "Ġ"]));
+        writer.i32s(TYPES, &[1, 1, 1, 3, 3, 4, 1]);
+        writer.texts(MERGES, &texts(&["a b"]));
+        writer.u32("tokenizer.ggml.bos_token_id", 3);
+        writer.u32("tokenizer.ggml.eos_token_id", 4);
+        edit(&mut writer);
+        writer.finish()
+    }
+
+    fn tokenizer(bytes: &[u8]) -> Result<Tokenizer, String> {
+        let gguf = Gguf::parse(Path::new("keys.gguf"), bytes).map_err(|error| error.to_string())?;
+        Tokenizer::from_gguf(&gguf).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn merges_and_added_tokens_are_used() {
+        let tokenizer = tokenizer(&keys("gpt-2", |_| {})).unwrap();
+        assert_eq!(tokenizer.encode("aab<think></s>", false).unwrap(), [0, 2, 5, 4]);
+        assert_eq!(tokenizer.decode(&[3, 2, 6, 5, 4], true), "ab <think>");
+        assert_eq!(tokenizer.decode(&[3, 2], false), "<s>ab");
+    }
+
+    #[test]
+    fn bos_and_eos_are_added_as_the_file_says_or_the_pre_tokenizer_implies() {
+        let encode = |bytes: &[u8], special| tokenizer(bytes).unwrap().encode("a", special).unwrap();
+        assert_eq!(encode(&keys("gpt-2", |_| {}), true), [0]);
+        assert_eq!(encode(&keys("llama-bpe", |_| {}), true), [3, 0]);
+        assert_eq!(encode(&keys("llama-bpe", |_| {}), false), [0]);
+        let never = keys("llama-bpe", |writer| writer.bool("tokenizer.ggml.add_bos_token", false));
+        assert_eq!(encode(&never, true), [0]);
+        let both = keys("gpt-2", |writer| {
+            writer.bool("tokenizer.ggml.add_bos_token", true);
+            writer.bool("tokenizer.ggml.add_eos_token", true);
+        });
+        assert_eq!(encode(&both, true), [3, 0, 4]);
+    }
+
+    #[test]
+    fn what_does_not_fit_together_is_named() {
+        let mut with = |key: &str, write: &dyn Fn(&mut Writer)| {
+            let mut writer = Writer::default();
+            writer.text(MODEL, if key == MODEL { "llama" } else { "gpt2" });
+            writer.text(PRE, if key == PRE { "mystery" } else { "gpt-2" });
+            write(&mut writer);
+            tokenizer(&writer.finish()).unwrap_err()
+        };
+        let nothing = |_: &mut Writer| {};
+        assert!(with(MODEL, &nothing).contains("the tokenizer \"llama\""));
+        assert!(with(PRE, &nothing).contains("the pre-tokenizer \"mystery\""));
+        assert!(with("", &nothing).contains("tokenizer.ggml.tokens"));
+        let two = ["a".to_owned(), "b".to_owned()];
+        let types = with("", &|writer| {
+            writer.texts(TOKENS, &two);
+            writer.i32s(TYPES, &[1]);
+        });
+        assert!(types.contains("expected 2 types") && types.contains("found 1"), "{types}");
+        let merge = with("", &|writer| {
+            writer.texts(TOKENS, &two);
+            writer.texts(MERGES, &["a b".to_owned()]);
+        });
+        assert!(merge.contains("\"ab\" is no token"), "{merge}");
+        let id = with("", &|writer| {
+            writer.texts(TOKENS, &two);
+            writer.texts(MERGES, &[]);
+            writer.u32("tokenizer.ggml.eos_token_id", 2);
+        });
+        assert!(id.contains("a token id below 2") && id.contains("found the integer 2"), "{id}");
+    }
+}

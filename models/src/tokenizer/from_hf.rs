@@ -15,6 +15,14 @@ struct Outline<'a> {
     model: Model<'a>,
     decoder: Option<serde_json::Value>,
     pre_tokenizer: Option<serde_json::Value>,
+    #[serde(default)]
+    added_tokens: Vec<Added>,
+}
+
+#[derive(Deserialize)]
+struct Added {
+    id: u32,
+    content: String,
 }
 
 #[derive(Deserialize)]
@@ -74,12 +82,21 @@ impl Tokenizer {
                 damaged(format!("model.merges[{rank}]: expected a merge of two tokens, found {found}"))
             })?;
         }
-        drop(outline);
-
+        let added = outline.added_tokens;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| damaged(error.to_string()))?;
         // Both would cut or fill a prompt behind the user's back.
         inner.with_truncation(None).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
         inner.with_padding(None);
+        // Ids with gaps would be closed up silently.
+        for Added { id, content } in &added {
+            let found = inner.token_to_id(content);
+            if found != Some(*id) {
+                return Err(damaged(format!(
+                    "added_tokens: expected {content:?} to get its id {id}, found {}",
+                    found.map_or("none".to_owned(), |found| format!("that {found} is the next"))
+                )));
+            }
+        }
         let id = |role: &str, text: Option<&str>| match text {
             None => Ok(None),
             Some(text) => inner

@@ -79,3 +79,40 @@ impl Pre {
         Ok(PreTokenizerWrapper::Sequence(Sequence::new(steps)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+
+    use super::*;
+
+    #[derive(serde::Deserialize)]
+    struct Row {
+        pre: String,
+        text: String,
+        words: Vec<String>,
+    }
+
+    /// Against another engine for regular expressions (goldens/make_pretokens.py).
+    #[test]
+    fn words_are_cut_as_in_the_field() {
+        let rows: Vec<Row> = serde_json::from_str(include_str!("../../goldens/pretokens.json")).unwrap();
+        assert!(rows.len() > 80);
+        for row in rows {
+            let pre = Pre::by_name(&row.pre).map_err(|known| format!("known: {known}")).unwrap().build().unwrap();
+            let mut text = PreTokenizedString::from(row.text.as_str());
+            pre.pre_tokenize(&mut text).unwrap();
+            let words: Vec<&str> = text
+                .get_splits(OffsetReferential::Normalized, OffsetType::Byte)
+                .into_iter()
+                .map(|(word, _, _)| word)
+                .collect();
+            assert_eq!(words, row.words, "{} {:?}", row.pre, row.text);
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_gets_the_known_ones() {
+        assert!(Pre::by_name("nonsense").err().unwrap().contains("llama-bpe"));
+    }
+}
