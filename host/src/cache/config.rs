@@ -144,6 +144,33 @@ impl Default for CacheConfig {
     }
 }
 
+/// Settings that may change while requests run; what is `None` stays as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PolicyUpdate {
+    /// When pages are written down the tiers, for pages used or inserted from now on.
+    pub write_policy: Option<WritePolicy>,
+    /// How long requests wait for storage.
+    pub prefetch_policy: Option<PrefetchPolicy>,
+    /// Fewest missing tokens for which storage is asked.
+    pub prefetch_threshold: Option<usize>,
+    /// Constant part of the `timeout` policy.
+    pub prefetch_timeout_base: Option<Duration>,
+    /// Part of the `timeout` policy for each 1,024 missing tokens.
+    pub prefetch_timeout_per_ki_token: Option<Duration>,
+}
+
+impl CacheConfig {
+    /// Takes over what `update` names.
+    pub(super) fn apply(&mut self, update: PolicyUpdate) {
+        self.write_policy = update.write_policy.unwrap_or(self.write_policy);
+        self.prefetch_policy = update.prefetch_policy.unwrap_or(self.prefetch_policy);
+        self.prefetch_threshold = update.prefetch_threshold.unwrap_or(self.prefetch_threshold);
+        self.prefetch_timeout_base = update.prefetch_timeout_base.unwrap_or(self.prefetch_timeout_base);
+        self.prefetch_timeout_per_ki_token =
+            update.prefetch_timeout_per_ki_token.unwrap_or(self.prefetch_timeout_per_ki_token);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

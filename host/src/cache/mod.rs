@@ -33,7 +33,7 @@ mod pool;
 mod seal;
 mod tree;
 
-pub use config::{CacheConfig, EvictionPolicy, PrefetchPolicy, WritePolicy};
+pub use config::{CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};
 pub use stats::{BackendCounters, CacheCounters, CacheEvents, CacheStats, NoEvents, StorageOp, StorageResult};

@@ -137,6 +137,8 @@ counters! {
     backup_pending_pages,
     /// Gauge: prefetches running.
     prefetches_running,
+    /// Gauge: loads from host to device running.
+    load_backs_running,
     /// Prompt tokens granted from device pages.
     granted_device_tokens,
     /// Prompt tokens granted from host pages.

@@ -22,7 +22,7 @@ pub(crate) use backup::{StoreJob, StoreReport};
 pub(crate) use copy::{BackupJob, LoadJob, copy_in, copy_out};
 pub(crate) use prefetch::Fetch;
 
-use super::config::CacheConfig;
+use super::config::{CacheConfig, PolicyUpdate};
 use super::pool::HostPool;
 use super::stats::{CacheCounters, CacheEvents};
 use super::types::CacheError;
@@ -58,6 +58,8 @@ pub(crate) enum Event {
     Flushed,
     /// A backend came, went or was emptied.
     StorageChanged,
+    /// Settings changed.
+    Policies(PolicyUpdate),
 }
 
 /// A job of the storage writers.
@@ -73,6 +75,8 @@ pub(crate) enum WriteJob {
 pub(crate) struct Shared {
     /// Tokens a page.
     pub page_size: usize,
+    /// Threads that read from storage.
+    readers: usize,
     /// The device pool.
     pub device: Arc<dyn KvPool>,
     /// The host pool.
@@ -145,6 +149,7 @@ impl Controller {
         let (stop, stopped) = unbounded::<()>();
         let shared = Arc::new(Shared {
             page_size: device.spec().page_tokens,
+            readers: config.prefetch_workers.max(1),
             device,
             host,
             registry: Registry::new(Arc::clone(&counters)),

@@ -14,6 +14,9 @@ use crate::cache::tree::KeyPath;
 use crate::cache::types::MissReason;
 use crate::plugin::backend::{ChainInfo, PageKey, PageStatus};
 
+/// Fewest pages worth a call of their own where one call could ask for more.
+const SHARED_BATCH: usize = 32;
+
 /// How long a page is treated as missing after the store failed to deliver it.
 const SHUN_FAILED: Duration = Duration::from_secs(5);
 
@@ -243,7 +246,9 @@ pub(super) fn transfer(shared: &Shared, fetch: &Arc<Fetch>) {
         let mut from = 0;
         for (end, backend) in &state.plan {
             let end = (*end).min(state.pages.len());
-            let longest = backend.0.limits().preferred_batch.clamp(1, super::BATCH_PAGES);
+            // A hit of less than a batch for each reader is cut, so that reading and checking overlap.
+            let share = (end - from.min(end)).div_ceil(shared.readers).max(SHARED_BATCH);
+            let longest = backend.0.limits().preferred_batch.clamp(1, super::BATCH_PAGES).min(share);
             while from < end {
                 let to = end.min(from + longest);
                 batches.push(Batch { fetch: Arc::clone(fetch), backend: Arc::clone(backend), from, to });

@@ -277,7 +277,7 @@ impl CacheManager {
     /// extends the request's lock over them. `pages` is the request's page table from position 0:
     /// granted pages, then pages of `alloc_pages`. Where the tree had the page already, the entry is
     /// replaced by the tree's page and the request's own is freed. Cheap if no page became whole.
-    pub fn commit(&mut self, request: RequestId, tokens: &[u32], pages: &mut Vec<u32>) -> Result<(), CacheError> {
+    pub fn commit(&mut self, request: RequestId, tokens: &[u32], pages: &mut [u32]) -> Result<(), CacheError> {
         self.commit_pages(request, tokens, pages).inspect_err(|error| self.misuse(error))
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::cache::config::PolicyUpdate;
 use crate::cache::controller::{Event, Shared};
 use crate::plugin::backend::{HostPoolDescription, StorageBackend};
 
@@ -61,6 +62,13 @@ impl StorageHandle {
         if let Some(shared) = &self.shared {
             shared.registry.emptied(name);
             shared.send(Event::StorageChanged);
+        }
+    }
+
+    /// Changes policies for everything that begins from now on. Without a host pool there is nothing to change.
+    pub fn update_policies(&self, update: PolicyUpdate) {
+        if let Some(shared) = &self.shared {
+            shared.send(Event::Policies(update));
         }
     }
 

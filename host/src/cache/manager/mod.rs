@@ -174,6 +174,7 @@ impl CacheManager {
             Event::Stored(report) => self.stored(report),
             Event::Flushed => self.writes.flushes_running = self.writes.flushes_running.saturating_sub(1),
             Event::StorageChanged => self.storage_changed(),
+            Event::Policies(update) => self.config.apply(update),
         }
     }
 
@@ -190,6 +191,7 @@ impl CacheManager {
         set(&counters.tree_nodes, self.tree.node_count());
         set(&counters.backup_pending_pages, self.writes.pending_pages(&self.tree));
         set(&counters.prefetches_running, self.fetches.len());
+        set(&counters.load_backs_running, self.loads.len());
     }
 
     fn host(&self) -> Option<&HostPool> {

@@ -92,7 +92,7 @@ impl Tree {
     fn check_pages(&self, id: NodeId) -> Result<(), String> {
         let node = self.node(id);
         let length = self.len(id);
-        if length == 0 || node.span.tokens().len() % self.page_size != 0 {
+        if length == 0 || !node.span.tokens().len().is_multiple_of(self.page_size) {
             return Err("not a run of whole pages".to_owned());
         }
         for (tier, pages) in [("device", &node.device), ("host", &node.host)] {

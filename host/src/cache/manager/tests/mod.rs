@@ -173,7 +173,7 @@ impl Rig {
         loop {
             let next = self.cache.tick();
             let stats = self.cache.stats();
-            if stats.backup_pending_pages == 0 && stats.prefetches_running == 0 {
+            if stats.backup_pending_pages + stats.prefetches_running + stats.load_backs_running == 0 {
                 return stats;
             }
             assert!(Instant::now() < limit, "work does not end: {stats:?}");
