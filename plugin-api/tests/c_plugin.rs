@@ -1,4 +1,5 @@
 //! The example in C, built by its own Makefile, loaded and called as a host does it.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails")]
 
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};

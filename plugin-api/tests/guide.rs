@@ -1,4 +1,5 @@
 //! The code in GUIDE.md is the example in examples/rust-minimal to the letter, and that example works.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails")]
 
 #[path = "../../examples/rust-minimal/src/lib.rs"]
 mod example;

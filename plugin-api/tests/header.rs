@@ -1,5 +1,6 @@
 //! The C header is made from the types of the boundary: the committed one is compared with what they give now, and a C and a C++ compiler
 //! must see the same sizes and offsets.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails")]
 
 mod c_header {
     pub mod render;
