@@ -53,6 +53,8 @@ pub struct Calls {
     pub set: AtomicUsize,
     pub set_pages: AtomicUsize,
     pub flush: AtomicUsize,
+    /// For each call, the keys from the start of the sequence to its last one.
+    pub chains: Mutex<Vec<Vec<PageKey>>>,
     /// Sessions named by writes.
     pub sessions: Mutex<HashSet<String>>,
 }
@@ -143,6 +145,13 @@ impl FakeBackend {
     }
 }
 
+impl Calls {
+    fn note(&self, chain: &ChainInfo<'_>, keys: &[PageKey]) {
+        assert_eq!(chain.position as usize, chain.prefix_keys.len());
+        self.chains.lock().push([chain.prefix_keys, keys].concat());
+    }
+}
+
 fn take(counter: &AtomicUsize) -> bool {
     counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1)).is_ok()
 }
@@ -171,7 +180,7 @@ impl StorageBackend for FakeBackend {
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         self.calls.exists.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(chain.position as usize, chain.prefix_keys.len());
+        self.calls.note(chain, keys);
         self.wait(options, self.hangs(keys), &[])?;
         if self.faults.fail_exists.load(Ordering::Acquire) {
             return Err(self.error(ErrorKind::Unavailable, true, false));
@@ -186,9 +195,10 @@ impl StorageBackend for FakeBackend {
         options: &CallOptions,
         keys: &[PageKey],
         pages: &[u32],
-        _chain: &ChainInfo<'_>,
+        chain: &ChainInfo<'_>,
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
+        self.calls.note(chain, keys);
         self.calls.get.fetch_add(1, Ordering::Relaxed);
         self.calls.get_pages.fetch_add(keys.len(), Ordering::Relaxed);
         assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
@@ -223,7 +233,7 @@ impl StorageBackend for FakeBackend {
         self.calls.set_pages.fetch_add(keys.len(), Ordering::Relaxed);
         self.calls.sessions.lock().insert(chain.session_id.to_owned());
         assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
-        assert_eq!(chain.position as usize, chain.prefix_keys.len());
+        self.calls.note(chain, keys);
         assert!(!take(&self.faults.panic_writes), "a panic on order");
         if take(&self.faults.fail_writes) {
             return Err(self.error(ErrorKind::Unavailable, true, false));

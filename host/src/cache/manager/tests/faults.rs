@@ -83,9 +83,10 @@ fn a_corrupt_page_that_cannot_be_removed_is_treated_as_missing() {
     rig.check();
 }
 
-/// Pages of another identity (weights, dtype, layout, numerics) under the same key never pass.
+/// The identity comes from content (weights, dtype, layout, numerics), not from a name: pages of another
+/// model, of other weights or of another dtype never pass, even under the same key.
 #[test]
-fn i33268_pages_of_another_identity_are_no_hit() {
+fn i33268_i24758_i26792_pages_of_another_identity_are_no_hit() {
     let prompt = tokens(1, 10 * PAGE + 1);
     let store = filled(&prompt);
     let other = CacheConfig { identity: [7; 32], ..config(64) };
@@ -103,25 +104,19 @@ fn i31296_pages_of_a_late_read_are_not_used_again_before_it_returns() {
     let store = filled(&prompt);
     let mut rig = Rig::new(64, config(16));
     let backend = rig.attach("fake", &store, |backend| backend.timeout = Duration::from_millis(60));
-    // The question is answered, the reads hang.
-    let id = rig.request(&prompt, &CacheNamespace::default());
-    while backend.calls.exists.load(Ordering::Relaxed) == 0 {
-        std::thread::yield_now();
-    }
+    // The question is answered and the first batch comes; the second one hangs.
+    backend.faults.hang_only.lock().insert(keys(&prompt)[4]);
     backend.faults.hang_reads.store(true, Ordering::Release);
-    rig.wait_storage(id);
-    let grant = rig.acquire(id, &prompt);
-    rig.check_grant(&grant, &prompt, &CacheNamespace::default());
-    rig.complete(id, &grant, &prompt, &CacheNamespace::default());
-    let late = rig.settle().host_quarantined_pages as usize;
-    if grant.from_storage < 10 * PAGE {
-        assert!(late > 0);
-        assert!(reasons(&grant).contains(&MissReason::BackendSlow));
-        assert_eq!(rig.pages(StorageOp::Get, StorageResult::Late) as usize, late);
-        rig.check();
-        let flushed = rig.cache.flush(Tiers::ALL);
-        assert_eq!(flushed.host_kept, late, "the late call's pages stay out of circulation");
-    }
+    let grant = rig.run(&prompt);
+    assert_eq!((grant.from_storage, reasons(&grant)), (4 * PAGE, vec![MissReason::BackendSlow]));
+    assert_eq!(rig.settle().host_quarantined_pages, 4);
+    assert_eq!(rig.pages(StorageOp::Get, StorageResult::Late), 4);
+    rig.check();
+    let flushed = rig.cache.flush(Tiers::ALL);
+    assert_eq!(flushed.host_kept, 4, "the late call's pages stay out of circulation");
+    rig.run(&tokens(2, 12 * PAGE + 1));
+    rig.settle();
+    rig.check();
     backend.faults.hang_reads.store(false, Ordering::Release);
     assert_eq!(rig.cache.stats().host_quarantined_pages, 0);
     rig.cache.flush(Tiers::ALL);

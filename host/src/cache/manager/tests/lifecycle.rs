@@ -230,3 +230,14 @@ fn a_cache_without_host_tier_works_on_the_device_alone() {
     assert_eq!(rig.run(&tokens(5, 10 * PAGE + 1)).from_device, 10 * PAGE);
     assert_eq!(rig.cache.drain_backups(Instant::now()), Default::default());
 }
+
+/// The cache's threads end with it.
+#[test]
+fn i36882_no_thread_outlives_the_cache() {
+    let store = Store::default();
+    let (mut rig, _) = Rig::with_storage(64, config(64), &store);
+    rig.run(&tokens(1, 6 * PAGE + 1));
+    let shared = Arc::downgrade(&rig.cache.lower.as_ref().unwrap().shared);
+    drop(rig);
+    assert!(shared.upgrade().is_none(), "a thread still holds what the workers share");
+}

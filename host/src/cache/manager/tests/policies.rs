@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::*;
-use crate::cache::config::EvictionPolicy;
+use crate::cache::config::{EvictionPolicy, PolicyUpdate};
 use crate::cache::types::Tiers;
 
 fn filled(prompts: &[&[u32]]) -> Store {
@@ -143,7 +143,6 @@ fn running_prefetches_are_bounded_and_give_their_share_back() {
     assert_eq!(rig.cache.poll(ids[2]), Prefetch::Ready);
     let grant = rig.acquire(ids[2], &prompts[2]);
     assert_eq!(reasons(&grant), [MissReason::HostFull]);
-    // i9927, i30053: an abort leaves no entry and no share of the limit behind.
     for &id in &ids {
         rig.cache.abort(id, Vec::new());
     }
@@ -155,6 +154,66 @@ fn running_prefetches_are_bounded_and_give_their_share_back() {
     }
     rig.settle();
     rig.check();
+}
+
+/// An abort in the middle of a fetch leaves no entry and no share of the limit behind.
+#[test]
+fn i30053_i9927_i37103_an_abort_gives_its_share_of_the_limit_back() {
+    let prompt = tokens(1, 8 * PAGE + 1);
+    let store = filled(&[&prompt]);
+    let (mut rig, backend) = Rig::with_storage(64, config(16), &store);
+    for _ in 0..10 {
+        backend.faults.hang_reads.store(true, Ordering::Release);
+        let id = rig.request(&prompt, &CacheNamespace::default());
+        assert!(matches!(rig.cache.poll(id), Prefetch::Waiting { .. }), "the limit was not reached");
+        rig.cache.abort(id, Vec::new());
+        backend.faults.hang_reads.store(false, Ordering::Release);
+        assert_eq!(rig.settle().prefetches_running, 0);
+        rig.check();
+    }
+    assert_eq!(rig.run(&prompt).from_storage, 8 * PAGE);
+    assert_eq!(rig.cache.stats().prefetch_rate_limited, 0);
+}
+
+/// The end of a fetch wakes the scheduler; nobody has to look again and again.
+#[test]
+fn i32724_the_end_of_a_fetch_is_an_event() {
+    let prompt = tokens(1, 8 * PAGE + 1);
+    let store = filled(&[&prompt]);
+    let (mut rig, backend) = Rig::with_storage(64, config(64), &store);
+    backend.faults.hang_reads.store(true, Ordering::Release);
+    let id = rig.request(&prompt, &CacheNamespace::default());
+    rig.cache.tick();
+    while rig.woken.try_recv().is_ok() {}
+    let release = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(30));
+        backend.faults.hang_reads.store(false, Ordering::Release);
+    });
+    let mut looks = 0;
+    while let Prefetch::Waiting { until } = rig.cache.poll(id) {
+        looks += 1;
+        assert!(rig.woken.recv_deadline(until).is_ok(), "slept to the deadline of the policy");
+    }
+    release.join().unwrap();
+    assert!(looks <= 4, "one look for each step of the fetch, not {looks}");
+    assert_eq!(rig.acquire(id, &prompt).from_storage, 8 * PAGE);
+}
+
+#[test]
+fn policies_change_while_running() {
+    let prompt = tokens(1, 8 * PAGE + 1);
+    let store = filled(&[&prompt]);
+    let (mut rig, backend) = Rig::with_storage(64, config(64), &store);
+    backend.faults.hang_reads.store(true, Ordering::Release);
+    let handle = rig.cache.storage();
+    handle
+        .update_policies(PolicyUpdate { prefetch_policy: Some(PrefetchPolicy::BestEffort), ..PolicyUpdate::default() });
+    let id = rig.request(&prompt, &CacheNamespace::default());
+    assert_eq!(rig.cache.poll(id), Prefetch::Ready, "best effort does not wait");
+    rig.cache.abort(id, Vec::new());
+    backend.faults.hang_reads.store(false, Ordering::Release);
+    handle.update_policies(PolicyUpdate { prefetch_threshold: Some(9 * PAGE), ..PolicyUpdate::default() });
+    assert_eq!(reasons(&rig.run(&prompt)), [MissReason::TooShort]);
 }
 
 #[test]

@@ -189,3 +189,20 @@ fn the_session_of_a_request_reaches_the_store() {
     rig.cache.flush(Tiers::ALL);
     rig.check();
 }
+
+/// Stores that place or expire pages by prefix get the whole chain with every call.
+#[test]
+fn i9045_prefix_keys_go_with_every_call() {
+    let store = Store::default();
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let chain = keys(&prompt);
+    for _ in 0..2 {
+        let (mut rig, backend) = Rig::with_storage(64, config(64), &store);
+        rig.run(&prompt);
+        rig.settle();
+        let calls = backend.calls.chains.lock();
+        assert!(calls.len() >= 3, "a question, and reads or writes of at most four pages");
+        assert!(calls.iter().all(|keys| chain.starts_with(keys)), "each is the chain from its start");
+        drop(calls);
+    }
+}
