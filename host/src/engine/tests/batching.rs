@@ -71,21 +71,23 @@ fn salts_separate_prefixes() {
     rig.assert_idle();
 }
 
+/// A request under way, and when it was submitted.
+type Timed = (RequestStream, Instant);
+
+/// When the scheduler ended the request.
+fn ended((stream, submitted): Timed) -> Instant {
+    submitted + stream.blocking_collect().remove(0).elapsed
+}
+
 #[test]
 fn decoding_goes_on_beside_a_long_prefill() {
     let delay = Duration::from_millis(2);
     let rig = Setup { chunk: 8, delay, ..Setup::default() }.start();
-    let mut short = rig.submit(request("short", prompt(1, 4), 40));
-    short.blocking_next();
-    let long = rig.submit(request("long", prompt(2, 400), 1));
-    let finished_first = std::thread::spawn(move || {
-        short.blocking_collect();
-        Instant::now()
-    });
-    long.blocking_collect();
-    let long_done = Instant::now();
+    let mut short = (rig.submit(request("short", prompt(1, 4), 40)), Instant::now());
+    short.0.blocking_next();
+    let long = (rig.submit(request("long", prompt(2, 400), 1)), Instant::now());
     // The long prompt takes 50 steps, the short one needs 40: it is not held up.
-    assert!(finished_first.join().unwrap() < long_done);
+    assert!(ended(short) < ended(long));
     rig.assert_idle();
 }
 
@@ -93,25 +95,15 @@ fn decoding_goes_on_beside_a_long_prefill() {
 fn higher_priority_is_served_first_and_equal_in_order_of_arrival() {
     let delay = Duration::from_millis(2);
     let rig = Setup { running: 1, delay, ..Setup::default() }.start();
-    let mut blocker = rig.submit(request("blocker", prompt(9, 4), 20));
+    let mut blocker = rig.submit(request("blocker", prompt(9, 4), 100));
     blocker.blocking_next();
-    let order = Arc::new(Mutex::new(Vec::new()));
-    let threads: Vec<_> = [("low", 0), ("low2", 0), ("high", 5)]
-        .into_iter()
-        .map(|(id, priority)| {
-            let stream = rig.submit(Request { priority, ..request(id, prompt(3, 8), 3) });
-            let order = Arc::clone(&order);
-            std::thread::spawn(move || {
-                stream.blocking_collect();
-                order.lock().push(id);
-            })
-        })
-        .collect();
+    let [low, low2, high] = [("low", 0), ("low2", 0), ("high", 5)].map(|(id, priority)| {
+        let stream = rig.submit(Request { priority, ..request(id, prompt(3, 8), 3) });
+        (stream, Instant::now())
+    });
     blocker.blocking_collect();
-    for thread in threads {
-        thread.join().unwrap();
-    }
-    assert_eq!(*order.lock(), ["high", "low", "low2"]);
+    let (low, low2, high) = (ended(low), ended(low2), ended(high));
+    assert!(high < low && low < low2);
     rig.assert_idle();
 }
 

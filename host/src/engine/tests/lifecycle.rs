@@ -32,7 +32,14 @@ fn a_dropped_stream_cancels_in_the_queue_in_prefill_and_in_decode() {
 
 #[test]
 fn random_cancels_leak_nothing() {
-    let rig = Setup { pages: 60, running: 4, ..Setup::default() }.start();
+    for host_pages in [0, 40] {
+        cancel_at_random(host_pages);
+    }
+}
+
+fn cancel_at_random(host_pages: u32) {
+    let cache = CacheConfig { host_pages, ..CacheConfig::default() };
+    let rig = Setup { pages: 60, running: 4, cache, ..Setup::default() }.start();
     for round in 0..40u32 {
         let mut streams: Vec<RequestStream> = (0..6)
             .map(|i| {

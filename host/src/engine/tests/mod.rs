@@ -8,6 +8,7 @@ mod output;
 mod preemption;
 mod real;
 mod sampling;
+mod storage;
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -36,7 +37,7 @@ struct Rig {
 /// How a rig is made.
 struct Setup {
     pages: usize,
-    host_pages: u32,
+    cache: CacheConfig,
     context: usize,
     chunk: usize,
     running: usize,
@@ -51,7 +52,7 @@ impl Default for Setup {
     fn default() -> Self {
         Self {
             pages: 256,
-            host_pages: 0,
+            cache: CacheConfig::default(),
             context: 512,
             chunk: 16,
             running: 8,
@@ -82,8 +83,7 @@ impl Setup {
         };
         let pool = FakePool::new(PAGE, self.pages);
         let mailbox = Mailbox::new();
-        let cache_config = CacheConfig { host_pages: self.host_pages, ..CacheConfig::default() };
-        let cache = CacheManager::new(cache_config, pool.clone(), Arc::new(NoEvents), mailbox.waker()).unwrap();
+        let cache = CacheManager::new(self.cache, pool.clone(), Arc::new(NoEvents), mailbox.waker()).unwrap();
         let engine = Engine::start_with(config, Arc::new(model), fake::decoders(), pool, cache, mailbox).unwrap();
         Rig { handle: engine.handle(), engine, log, logits }
     }
@@ -119,8 +119,12 @@ impl Rig {
     }
 
     fn flush(&self) {
-        let flushed = block_on(self.handle.flush(Tiers::ALL)).unwrap();
-        assert_eq!(flushed.device_kept, 0, "pages are locked though nothing runs");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        // Copies to the host hold pages for a moment.
+        while block_on(self.handle.flush(Tiers::ALL)).unwrap().device_kept > 0 {
+            assert!(Instant::now() < deadline, "pages are locked though nothing runs");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Nothing runs, nothing is left locked or owned, and the books balance.
@@ -139,7 +143,7 @@ impl Rig {
         let done = || {
             block_on(self.handle.check_integrity()).unwrap();
             let stats = self.handle.cache_counters().snapshot();
-            stats.host_used_tokens > 0 && stats.host_used_tokens >= stats.device_used_tokens
+            stats.device_used_tokens > 0 && stats.host_backup_tokens >= stats.device_used_tokens
         };
         while !done() {
             assert!(Instant::now() < deadline, "waited too long for the copies to the host");
