@@ -108,14 +108,7 @@ fn keys(schema: &Value) -> String {
         .map(|names| names.iter().filter_map(Value::as_str).collect())
         .unwrap_or_default();
     for (name, property) in properties {
-        let kind = match property.get("type") {
-            Some(Value::String(kind)) => kind.clone(),
-            Some(Value::Array(kinds)) => kinds.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" or "),
-            _ => match property.get("enum").and_then(Value::as_array) {
-                Some(words) => words.iter().map(Value::to_string).collect::<Vec<_>>().join(" or "),
-                None => "any".to_owned(),
-            },
-        };
+        let kind = kind_of(property);
         let _ = write!(text, "  {name}: {kind}");
         if let Some(default) = property.get("default") {
             let _ = write!(text, " = {default}");
@@ -131,6 +124,25 @@ fn keys(schema: &Value) -> String {
     text
 }
 
+/// What a property takes, in words.
+fn kind_of(property: &Value) -> String {
+    let list = |name: &str| property.get(name).and_then(Value::as_array);
+    match property.get("type") {
+        Some(Value::String(kind)) => return kind.clone(),
+        Some(Value::Array(kinds)) => {
+            return kinds.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" or ");
+        }
+        _ => {}
+    }
+    if let Some(words) = list("enum") {
+        return words.iter().map(Value::to_string).collect::<Vec<_>>().join(" or ");
+    }
+    match list("anyOf").or_else(|| list("oneOf")) {
+        Some(kinds) => kinds.iter().map(kind_of).collect::<Vec<_>>().join(" or "),
+        None => "any".to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,11 +156,12 @@ mod tests {
                 "dir": {"type": "string", "description": "Where\n  pages lie."},
                 "max": {"type": ["integer", "null"], "default": 3},
                 "mode": {"enum": ["a", "b"]},
+                "size": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
             },
         });
         assert_eq!(
             keys(&schema),
-            "  dir: string, required  Where pages lie.\n  max: integer or null = 3\n  mode: \"a\" or \"b\"\n"
+            "  dir: string, required  Where pages lie.\n  max: integer or null = 3\n  mode: \"a\" or \"b\"\n  size: integer or string\n"
         );
         assert_eq!(keys(&json!({})), "  none\n");
     }

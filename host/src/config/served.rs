@@ -1,7 +1,6 @@
 //! What the configuration may ask for and this build does not serve.
 
 use super::settings::{CacheMode, Config, DeviceChoice};
-use super::storage::KeyScheme;
 
 /// Refuses, in plain words, what can be configured but is not served by this build.
 ///
@@ -49,12 +48,10 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
             selected.first().copied().unwrap_or_default()
         ));
     }
-    for name in selected {
-        if config.storage.table(name).key_scheme == KeyScheme::Sglang {
-            refuse(format!(
-                "storage.{name}.key_scheme = \"sglang\": this build names pages by its own scheme \
-                 only; set \"kvdock\""
-            ));
+    // Also of backends that are not attached at the start: an admin request may do that later.
+    for table in config.storage.tables.values() {
+        if let Err(line) = table.check_served() {
+            refuse(line);
         }
     }
     if refused.is_empty() { Ok(()) } else { Err(refused) }

@@ -59,7 +59,7 @@ impl BackendTable {
     /// host's keys are checked here; the rest is left to the plugin's schema.
     ///
     /// # Errors
-    /// A host key with a value it does not take.
+    /// A host key with a value it does not take, or one that this build does not serve.
     pub fn overlaid(&self, over: &Map<String, Json>) -> Result<Self, String> {
         let mut table = self.clone();
         for (key, value) in over {
@@ -74,7 +74,22 @@ impl BackendTable {
                 }
             }
         }
+        table.check_served()?;
         Ok(table)
+    }
+
+    /// Refuses what can be configured but is not served by this build.
+    ///
+    /// # Errors
+    /// Names the key and what to set instead.
+    pub fn check_served(&self) -> Result<(), String> {
+        match self.key_scheme {
+            KeyScheme::Kvdock => Ok(()),
+            KeyScheme::Sglang => Err(format!(
+                "storage.{}.key_scheme = \"sglang\": this build names pages by its own scheme only; set \"kvdock\"",
+                self.name
+            )),
+        }
     }
 
     /// The backend's own config as its plugin reads it: where `schema` (JSON Schema) wants an
@@ -285,5 +300,7 @@ mod tests {
         let error = table.overlaid(&object(json!({"timeout": "soon"}))).unwrap_err();
         assert!(error.starts_with("storage.file.timeout = \"soon\": takes a number"), "{error}");
         assert!(table.overlaid(&object(json!({"sha256": "00"}))).is_err());
+        let error = table.overlaid(&object(json!({"key_scheme": "sglang"}))).unwrap_err();
+        assert!(error.contains("its own scheme"), "{error}");
     }
 }

@@ -12,15 +12,8 @@ fn sources(text: &str) -> (tempfile::NamedTempFile, Sources) {
 }
 
 fn config(text: &str) -> Config {
-    load(&sources(text).1.clone_with(text)).unwrap().config
-}
-
-impl Sources {
-    /// The temporary file of `sources` is gone once its handle drops, so write it again.
-    fn clone_with(&self, text: &str) -> Self {
-        std::fs::write(self.file.as_ref().unwrap(), text).unwrap();
-        self.clone()
-    }
+    let (_file, sources) = sources(text);
+    load(&sources).unwrap().config
 }
 
 fn errors(text: &str) -> Vec<String> {
@@ -260,5 +253,24 @@ fn the_reference_is_a_config_that_changes_nothing() {
     for key in KEYS {
         let name = key.path.split('.').nth(1).unwrap();
         assert!(text.contains(&format!("{name} =")), "{}", key.path);
+    }
+}
+
+proptest::proptest! {
+    /// A damaged file is an error or a config, never the end of the process.
+    #[test]
+    fn no_text_is_too_odd(at in 0..4000_usize, with in "[\\[\\]{}\"'=.,#\n a-z0-9]{0,6}") {
+        let mut text = reference();
+        let at = text.char_indices().map(|(i, _)| i).nth(at).unwrap_or(0);
+        text.insert_str(at, &with);
+        let (_file, sources) = sources(&text);
+        if let Err(errors) = load(&sources) {
+            proptest::prop_assert!(!errors.0.is_empty());
+        }
+    }
+
+    #[test]
+    fn no_set_argument_is_too_odd(argument in ".{0,40}") {
+        let _ = load(&Sources { set: vec![argument], ..Sources::default() });
     }
 }

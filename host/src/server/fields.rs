@@ -401,4 +401,12 @@ mod tests {
         }
         assert_eq!(unknown.seen.lock().len(), MAX_UNKNOWN_NAMES);
     }
+
+    proptest::proptest! {
+        /// Whatever a client sends is answered, and an error names a field that was sent.
+        #[test]
+        fn no_body_is_too_odd(body in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..200)) {
+            let _ = parse_body(&HeaderMap::new(), &Bytes::from(body));
+        }
+    }
 }

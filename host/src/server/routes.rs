@@ -224,3 +224,58 @@ async fn detach_storage(
     };
     storage_routes::detach(server, query.backend, force).await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::{Keys, bind, run};
+
+    /// Statuses of requests to a server that is still loading.
+    async fn while_loading(keys: Keys, requests: &'static [(&'static str, &'static str)]) -> Vec<u16> {
+        let server = Arc::new(Server::new(keys, 1 << 20));
+        let (listener, address) = bind("127.0.0.1", 0).await.unwrap();
+        let (stop, stopped) = tokio::sync::watch::channel(false);
+        let running = tokio::spawn(run(listener, router(server), stopped));
+        let statuses = tokio::task::spawn_blocking(move || {
+            let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
+            let status = |(method, path): &(&str, &str)| {
+                let url = format!("http://{address}{path}");
+                let response = match *method {
+                    "GET" => agent.get(url).call(),
+                    _ => agent.post(url).send_json(serde_json::json!({})),
+                };
+                response.unwrap().status().as_u16()
+            };
+            requests.iter().map(status).collect()
+        });
+        let statuses = statuses.await.unwrap();
+        stop.send(true).unwrap();
+        running.await.unwrap();
+        statuses
+    }
+
+    #[tokio::test]
+    async fn everything_is_503_while_the_model_loads() {
+        let requests = &[
+            ("GET", "/health"),
+            ("GET", "/health_generate"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/server_info"),
+            ("GET", "/hicache/storage-backend"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/generate"),
+        ];
+        assert_eq!(while_loading(Keys::default(), requests).await, [503; 8]);
+        let others = &[("GET", "/nothing"), ("GET", "/generate")];
+        assert_eq!(while_loading(Keys::default(), others).await, [404, 405]);
+    }
+
+    #[tokio::test]
+    async fn keys_are_asked_for_before_anything_else_is_said() {
+        let requests =
+            &[("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/hicache/storage-backend"), ("GET", "/health")];
+        let keys = Keys::new(Some("a"), Some("b"));
+        assert_eq!(while_loading(keys, requests).await, [401, 401, 401, 503]);
+    }
+}

@@ -1,5 +1,7 @@
 //! What all handlers share.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -7,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kvdock_models::{ChatTemplate, ModelSpec, Tokenizer};
+use parking_lot::Mutex;
 use serde_json::Value;
 
 use super::auth::Keys;
@@ -70,6 +73,20 @@ pub struct Server {
     pub started: Instant,
     served: OnceLock<Arc<Served>>,
     draining: AtomicBool,
+    /// Requests of several prompts: their name, and the engine's names for the prompts.
+    groups: Mutex<HashMap<String, Vec<String>>>,
+}
+
+/// Several prompts that go by one name, for as long as this lives.
+pub struct Group {
+    server: Arc<Server>,
+    name: String,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.server.groups.lock().remove(&self.name);
+    }
 }
 
 impl Server {
@@ -83,6 +100,7 @@ impl Server {
             started: Instant::now(),
             served: OnceLock::new(),
             draining: AtomicBool::new(false),
+            groups: Mutex::default(),
         }
     }
 
@@ -94,6 +112,27 @@ impl Server {
     /// From now on new requests are refused.
     pub fn start_draining(&self) {
         self.draining.store(true, Ordering::Release);
+    }
+
+    /// Makes several prompts known by one name, under which they can be aborted.
+    ///
+    /// # Errors
+    /// 400 when another request in flight bears the name.
+    pub fn group(self: &Arc<Self>, name: &str, members: Vec<String>) -> Result<Group, ApiError> {
+        match self.groups.lock().entry(name.to_owned()) {
+            Entry::Occupied(_) => {
+                Err(ApiError::bad_request(format!("a request with the id {name:?} is already in flight")))
+            }
+            Entry::Vacant(free) => {
+                free.insert(members);
+                Ok(Group { server: self.clone(), name: name.to_owned() })
+            }
+        }
+    }
+
+    /// The engine's names for what goes by `name`.
+    pub fn members(&self, name: &str) -> Vec<String> {
+        self.groups.lock().get(name).cloned().unwrap_or_else(|| vec![name.to_owned()])
     }
 
     /// Whether requests are served.
@@ -152,6 +191,16 @@ mod tests {
         let ids: std::collections::HashSet<_> = (0..100).map(|_| fresh_id("x-")).collect();
         assert_eq!(ids.len(), 100);
         assert!(ids.iter().all(|id| id.len() == 34 && id.starts_with("x-")));
+    }
+
+    #[test]
+    fn a_group_is_known_while_it_lives() {
+        let server = Arc::new(Server::new(Keys::default(), 1));
+        let group = server.group("a", vec!["a-0".into(), "a-1".into()]).ok().unwrap();
+        assert_eq!(server.members("a"), ["a-0", "a-1"]);
+        assert!(server.group("a", Vec::new()).is_err());
+        drop(group);
+        assert_eq!(server.members("a"), ["a"]);
     }
 
     #[test]

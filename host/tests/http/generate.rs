@@ -97,6 +97,12 @@ fn an_abort_ends_a_running_request() {
     let rest = answer.rest();
     assert!(rest.contains("\"finish_reason\":{\"type\":\"abort\""), "{rest}");
     assert_eq!(server.post("/abort_request", &json!({"rid": "long"})).ok()["aborted"], 0);
+
+    let both = merge(request, json!({"text": ["abc", "def"]}));
+    let answer = server.begin(PATH, &both);
+    server.post(PATH, &both).error(400);
+    assert_eq!(server.post("/abort_request", &json!({"rid": "long"})).ok()["aborted"], 2);
+    answer.rest();
     assert_eq!(server.post("/abort_request", &json!({"abort_all": true})).ok()["aborted"], 0);
     server.post("/abort_request", &json!({})).error(400);
 }

@@ -46,6 +46,8 @@ struct Generate {
     requests: Vec<Request>,
     /// How each prompt's answers are written.
     rules: Vec<Rules>,
+    /// The name that several prompts were given together.
+    name: Option<String>,
     /// Samples a prompt.
     n: u32,
     /// Whether the answer is a list.
@@ -56,11 +58,13 @@ struct Generate {
 /// Answers a native request.
 pub(in crate::server) async fn generate(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
-    let reading = served.clone();
+    let (reading, reader) = (served.clone(), server.clone());
     // Tokenizers take milliseconds on long prompts.
-    let job = tokio::task::spawn_blocking(move || read(fields, &reading, &server.unknown))
+    let job = tokio::task::spawn_blocking(move || read(fields, &reading, &reader.unknown))
         .await
         .map_err(|_| ApiError::internal("reading the request failed"))??;
+    let members = || job.requests.iter().map(|request| request.id.clone()).collect();
+    let group = job.name.as_deref().map(|name| server.group(name, members())).transpose()?;
     let mut streams = Vec::with_capacity(job.requests.len());
     for request in job.requests {
         // Streams that are dropped on the way out cancel what was taken already.
@@ -68,7 +72,7 @@ pub(in crate::server) async fn generate(server: Arc<Server>, fields: Fields) -> 
         streams.push(stream.map_err(|error| ApiError::from_submit(error, native_name))?);
     }
     if job.stream {
-        let chunks = GenerateChunks::new(job.rules, job.n, job.list, served.tokenizer.clone());
+        let chunks = GenerateChunks::new(job.rules, job.n, job.list, served.tokenizer.clone(), group);
         return Ok(sse::respond(streams, chunks));
     }
     let mut answers: Vec<Value> = Vec::new();
@@ -103,7 +107,7 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields) -> Result<
     if sampling.iter().any(|(_, other)| *other != n) {
         return Err(ApiError::field("sampling_params.n", "takes the same number for all prompts of a request"));
     }
-    let ids = read_ids(&mut fields, count)?;
+    let (ids, name) = read_ids(&mut fields, count)?;
     let return_logprob = bools(&mut fields, "return_logprob", count)?;
     let starts = integers(&mut fields, "logprob_start_len", count, -1, i64::from(u32::MAX))?;
     let tops = integers(&mut fields, "top_logprobs_num", count, 0, MAX_TOP)?;
@@ -164,7 +168,7 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields) -> Result<
             ..Request::new(id, prompt, params)
         });
     }
-    Ok(Generate { requests, rules, n, list: batch || n > 1, stream })
+    Ok(Generate { requests, rules, name, n, list: batch || n > 1, stream })
 }
 
 /// The prompts' tokens, and whether they came as a list.
@@ -239,22 +243,25 @@ fn read_sampling(
         .collect()
 }
 
-fn read_ids(fields: &mut Fields, count: usize) -> Result<Vec<String>, ApiError> {
+/// The prompts' names, and the one name they were given together, if they were.
+fn read_ids(fields: &mut Fields, count: usize) -> Result<(Vec<String>, Option<String>), ApiError> {
     let given = match fields.take("rid") {
         // One name for several prompts would not be a name.
         Some(Value::String(rid)) if count > 1 => {
-            return Ok((0..count).map(|at| format!("{rid}_{at}")).collect());
+            let ids = (0..count).map(|at| format!("{rid}_{at}")).collect();
+            return Ok((ids, Some(rid)));
         }
         other => per_request("rid", other, count, Value::is_string)?,
     };
-    given
+    let ids: Result<_, _> = given
         .into_iter()
         .map(|rid| match rid {
             None => Ok(fresh_id("")),
             Some(Value::String(rid)) if !rid.is_empty() => Ok(rid),
             Some(_) => Err(ApiError::field("rid", "takes texts that are not empty")),
         })
-        .collect()
+        .collect();
+    Ok((ids?, None))
 }
 
 fn bools(fields: &mut Fields, name: &str, count: usize) -> Result<Vec<bool>, ApiError> {
@@ -291,9 +298,10 @@ mod tests {
     #[test]
     fn one_rid_for_several_prompts_is_numbered() {
         let mut fields = Fields::new(json!({"rid": "r"}).as_object().cloned().unwrap());
-        assert_eq!(read_ids(&mut fields, 2).unwrap(), ["r_0", "r_1"]);
+        let expected = (vec!["r_0".to_owned(), "r_1".to_owned()], Some("r".to_owned()));
+        assert_eq!(read_ids(&mut fields, 2).unwrap(), expected);
         let mut fields = Fields::new(json!({"rid": ["a", "b"]}).as_object().cloned().unwrap());
-        assert_eq!(read_ids(&mut fields, 2).unwrap(), ["a", "b"]);
+        assert_eq!(read_ids(&mut fields, 2).unwrap().0, ["a", "b"]);
         let mut fields = Fields::new(json!({"rid": ["a"]}).as_object().cloned().unwrap());
         assert!(read_ids(&mut fields, 2).is_err());
     }

@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::super::openai::failure;
 use super::super::openai::logprob_number as number;
 use super::super::sse::{Chunks, Frames};
+use super::super::state::Group;
 use super::super::usage::native_details;
 use crate::engine::{Completion, Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
 
@@ -140,13 +141,15 @@ pub(super) struct GenerateChunks {
     list: bool,
     tokenizer: Arc<Tokenizer>,
     samples: BTreeMap<(usize, u32), Sample>,
+    /// Keeps several prompts together under one name.
+    _group: Option<Group>,
     /// Samples a prompt.
     n: u32,
 }
 
 impl GenerateChunks {
-    pub fn new(rules: Vec<Rules>, n: u32, list: bool, tokenizer: Arc<Tokenizer>) -> Self {
-        Self { rules, list, tokenizer, samples: BTreeMap::new(), n }
+    pub fn new(rules: Vec<Rules>, n: u32, list: bool, tokenizer: Arc<Tokenizer>, group: Option<Group>) -> Self {
+        Self { rules, list, tokenizer, samples: BTreeMap::new(), _group: group, n }
     }
 
     fn send(&self, prompt: usize, index: u32, out: &mut Frames) {

@@ -24,7 +24,13 @@ pub(in crate::server) async fn abort_request(server: Arc<Server>, mut fields: Fi
     fields.finish(&[], &server.unknown)?;
     let aborted = match (all, rid) {
         (true, _) => served.engine.abort_all().await,
-        (false, Some(rid)) => usize::from(served.engine.abort(&rid).await),
+        (false, Some(rid)) => {
+            let mut aborted = 0;
+            for id in server.members(&rid) {
+                aborted += usize::from(served.engine.abort(&id).await);
+            }
+            aborted
+        }
         (false, None) => {
             return Err(ApiError::field("rid", "is missing; give rid, or \"abort_all\": true"));
         }

@@ -9,7 +9,7 @@ use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, Unserved, as_integer, as_tokens, name_of};
 use super::super::sampling::{OpenAi, completions_name};
 use super::super::sse;
-use super::super::state::{Served, Server};
+use super::super::state::{Group, Served, Server};
 use super::super::usage::Tally;
 use super::common::{self, Common};
 use super::completions_stream::CompletionChunks;
@@ -34,16 +34,22 @@ pub(super) struct TextRequest {
     /// The prompts' own texts, to stand before the answers; empty without `echo`.
     pub echo: Vec<String>,
     requests: Vec<Request>,
+    /// Keeps several prompts together under one name.
+    group: Option<Group>,
 }
 
 /// Answers a completions request.
 pub(in crate::server) async fn completions(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
-    let reading = served.clone();
+    let (reading, reader) = (served.clone(), server.clone());
     // Tokenizers take milliseconds on long prompts.
-    let mut text = tokio::task::spawn_blocking(move || read(fields, &reading, &server))
+    let mut text = tokio::task::spawn_blocking(move || read(fields, &reading, &reader))
         .await
         .map_err(|_| ApiError::internal("reading the request failed"))??;
+    if text.requests.len() > 1 {
+        let members = text.requests.iter().map(|request| request.id.clone()).collect();
+        text.group = Some(server.group(&text.common.id, members)?);
+    }
     let streams = common::submit(&served, std::mem::take(&mut text.requests), completions_name)?;
     if text.common.stream {
         let chunks = CompletionChunks::new(text, served.tokenizer.clone());
@@ -142,7 +148,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server) -> Result<TextRequ
             ..common.request(id, ids)
         });
     }
-    Ok(TextRequest { common, logprobs, echo: echoes, requests })
+    Ok(TextRequest { common, logprobs, echo: echoes, requests, group: None })
 }
 
 #[derive(Debug, PartialEq)]
