@@ -2,7 +2,7 @@
 //!
 //! A plugin is a shared library that stores KV pages. Its author implements [`Backend`] and calls
 //! [`export_plugin!`]; everything else here is what those two take and give. Authors in C or C++ meet the same contract
-//! through `include/kvdock_plugin.h`. What the boundary promises, and why, stands in `ABI.md`.
+//! through `include/kvdock_plugin.h`. `GUIDE.md` builds a backend step by step; what the boundary promises, and why, stands in `ABI.md`.
 //!
 //! * [`v0_1`]: the frozen C types and tables.
 //! * [`Backend`], [`Linker`]: the safe traits over them.

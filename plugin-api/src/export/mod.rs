@@ -6,6 +6,8 @@
 mod data;
 mod life;
 mod linker;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::ffi::c_void;
