@@ -87,12 +87,23 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         rounds: if arguments.quick { 3 } else { 7 },
         filters: arguments.rows,
     };
+    warn_if_busy();
     let mut report = Report::new(arguments.json.as_deref())?;
     for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows] {
         rows(&bench, &mut report)?;
     }
     report.print();
     Ok(ExitCode::SUCCESS)
+}
+
+/// Peers that wait for each other's threads suffer most from other work on the machine, which makes the ratios worthless.
+fn warn_if_busy() {
+    let load = std::fs::read_to_string("/proc/loadavg").ok();
+    let load: Option<f64> = load.as_deref().and_then(|text| text.split(' ').next()).and_then(|text| text.parse().ok());
+    let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
+    if let Some(load) = load.filter(|load| *load > 0.5 * cpus as f64) {
+        eprintln!("warning: this machine is busy (load {load} on {cpus} CPUs); the ratios mean little");
+    }
 }
 
 fn main() -> ExitCode {

