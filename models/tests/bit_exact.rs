@@ -118,6 +118,31 @@ fn asking_for_all_rows_or_the_last_gives_the_same_bits() {
 }
 
 #[test]
+fn sequences_that_want_different_rows_may_share_a_batch() {
+    let prompts: Vec<Vec<u32>> = (0..5).map(|seq| token_ids(&format!("mixed.{seq}"), 20 + 9 * seq, 256)).collect();
+    let wants = [Want::Last, Want::None, Want::All, Want::Last, Want::None];
+    for (name, model) in models() {
+        let session = Session::new(model, KvDtype::F16, 30);
+        let tables: Vec<Vec<u32>> = (0..5).map(|seq| (seq * 6..seq * 6 + 6).collect()).collect();
+        let alone: Vec<_> = prompts
+            .iter()
+            .zip(&tables)
+            .zip(wants)
+            .flat_map(|((ids, table), want)| bits(&session.chunk(ids, 0, table, want)))
+            .collect();
+        let chunks: Vec<SeqChunk<'_>> = prompts
+            .iter()
+            .zip(&tables)
+            .zip(wants)
+            .map(|((ids, table), logits)| SeqChunk { tokens: ids, start: 0, pages: table, logits })
+            .collect();
+        let together = bits(&session.chunks(&chunks));
+        assert_eq!(together.len(), 1 + 38 + 1);
+        assert!(together == alone, "{name}");
+    }
+}
+
+#[test]
 fn a_prefix_that_another_sequence_wrote_serves_as_well_as_its_own() {
     let shared = token_ids("shared.tokens", 4 * PAGE, 256);
     for (name, model) in models() {

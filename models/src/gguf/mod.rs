@@ -253,7 +253,7 @@ impl RawInfo {
             .skip(1)
             .try_fold(row, |bytes, &extent| bytes.checked_mul(extent))
             .ok_or_else(|| error("a size that fits in memory".to_owned(), found_dims()))?;
-        if self.offset % alignment != 0 {
+        if !self.offset.is_multiple_of(alignment) {
             return Err(error(
                 format!("an offset that is a multiple of {alignment}"),
                 format!("offset {}", self.offset),

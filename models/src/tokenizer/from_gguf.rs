@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_together_is_named() {
-        let mut with = |key: &str, write: &dyn Fn(&mut Writer)| {
+        let with = |key: &str, write: &dyn Fn(&mut Writer)| {
             let mut writer = Writer::default();
             writer.text(MODEL, if key == MODEL { "llama" } else { "gpt2" });
             writer.text(PRE, if key == PRE { "mystery" } else { "gpt-2" });

@@ -45,9 +45,8 @@ impl DenseModel {
         }
         let plan = self.device.plan(pool, &input.spans)?;
         let mut work = self.workspace(input.ids.len())?;
-        let result = self
-            .layers(&input, &plan, pool, hooks, &mut work, trace)
-            .and_then(|()| self.head(&input.wanted, &mut work, out));
+        let result =
+            self.layers(&input, &plan, pool, hooks, &mut work, trace).and_then(|rows| self.head(&rows, &mut work, out));
         let mut kept = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() < KEPT_WORKSPACES {
             kept.push(work);
@@ -68,7 +67,7 @@ impl DenseModel {
     }
 
     /// All layers. Leaves the residual stream in `work.x`, the last block's output not yet added in
-    /// `work.delta`.
+    /// `work.delta`; returns which of their rows want logits.
     fn layers(
         &self,
         input: &Input<'_>,
@@ -77,7 +76,7 @@ impl DenseModel {
         hooks: &dyn LayerHooks,
         work: &mut Workspace,
         mut trace: Option<Trace<'_>>,
-    ) -> Result<(), ModelError> {
+    ) -> Result<Vec<u32>, ModelError> {
         let device = self.device.as_ref();
         let rows = input.ids.len();
         let eps = self.config.eps;
@@ -91,18 +90,42 @@ impl DenseModel {
             }
             self.keys_and_values(layer, index, plan, pool, work)?;
             let last = index + 1 == self.weights.layers.len();
-            if last && input.wanted.is_empty() && trace.is_none() {
-                // Nobody asks for what lies behind the last keys and values.
-                return Ok(());
+            if last && trace.is_none() && input.wanted.len() < rows {
+                return self.last_layer_of_wanted(layer, index, input, pool, work);
             }
             self.attend(layer, index, plan, pool, work)?;
-            device.add_rms_norm(&mut work.x, &work.delta, &layer.mlp_norm, eps, rows, &mut work.normed)?;
             self.mlp(layer, rows, work)?;
             if let Some(trace) = trace.as_deref_mut() {
                 trace(index, &self.residual(rows, work)?);
             }
         }
-        Ok(())
+        Ok(input.wanted.clone())
+    }
+
+    /// The last layer behind its keys and values, for the rows that want logits only: nobody asks for the
+    /// others. Rows do not depend on each other here, so no bit changes.
+    fn last_layer_of_wanted(
+        &self,
+        layer: &Layer,
+        index: usize,
+        input: &Input<'_>,
+        pool: &dyn KvPool,
+        work: &mut Workspace,
+    ) -> Result<Vec<u32>, ModelError> {
+        let count = input.wanted.len();
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        let device = self.device.as_ref();
+        let plan = device.plan(pool, &input.wanted_spans)?;
+        let Config { hidden, heads, head_dim, .. } = self.config;
+        device.gather_rows(&work.q, heads * head_dim, &input.wanted, &mut work.attended)?;
+        std::mem::swap(&mut work.q, &mut work.attended);
+        device.gather_rows(&work.x, hidden, &input.wanted, &mut work.normed)?;
+        std::mem::swap(&mut work.x, &mut work.normed);
+        self.attend(layer, index, &plan, pool, work)?;
+        self.mlp(layer, count, work)?;
+        Ok((0..count as u32).collect())
     }
 
     /// Projects, norms, rotates, and writes the new keys and values to their pages. Leaves the
@@ -160,8 +183,9 @@ impl DenseModel {
         Ok(())
     }
 
-    /// The gated MLP over `work.normed`, into `work.delta`.
+    /// Adds attention's output to the residual stream, then the norm and the gated MLP, into `work.delta`.
     fn mlp(&self, layer: &Layer, rows: usize, work: &mut Workspace) -> Result<(), ModelError> {
+        self.device.add_rms_norm(&mut work.x, &work.delta, &layer.mlp_norm, self.config.eps, rows, &mut work.normed)?;
         self.device.linear(
             &work.normed,
             rows,
@@ -235,6 +259,8 @@ struct Input<'a> {
     spans: Vec<SeqSpan<'a>>,
     /// Rows that want logits, ascending.
     wanted: Vec<u32>,
+    /// The same rows as parts of their sequences.
+    wanted_spans: Vec<SeqSpan<'a>>,
 }
 
 impl<'a> Input<'a> {
@@ -253,7 +279,12 @@ impl<'a> Input<'a> {
                 kv.head_dim_v
             )));
         }
-        let mut input = Input { ids: Vec::new(), spans: Vec::with_capacity(batch.seqs.len()), wanted: Vec::new() };
+        let mut input = Input {
+            ids: Vec::new(),
+            spans: Vec::with_capacity(batch.seqs.len()),
+            wanted: Vec::new(),
+            wanted_spans: Vec::new(),
+        };
         for (index, seq) in batch.seqs.iter().enumerate() {
             let fail = |why: String| Err(ModelError::Batch(format!("sequence {index}: {why}")));
             if seq.tokens.is_empty() {
@@ -279,12 +310,15 @@ impl<'a> Input<'a> {
             let first = input.ids.len() as u32;
             let len = seq.tokens.len() as u32;
             input.ids.extend_from_slice(seq.tokens);
-            input.spans.push(SeqSpan { start: seq.start, len, pages: seq.pages });
-            match seq.logits {
-                Want::None => {}
-                Want::Last => input.wanted.push(first + len - 1),
-                Want::All => input.wanted.extend(first..first + len),
-            }
+            let span = SeqSpan { start: seq.start, len, pages: seq.pages };
+            input.spans.push(span);
+            let from = match seq.logits {
+                Want::None => continue,
+                Want::Last => len - 1,
+                Want::All => 0,
+            };
+            input.wanted.extend(first + from..first + len);
+            input.wanted_spans.push(SeqSpan { start: seq.start + from, len: len - from, ..span });
         }
         Ok(input)
     }
