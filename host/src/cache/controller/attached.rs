@@ -66,6 +66,15 @@ impl CancelSet {
     }
 }
 
+/// Host pages of late calls.
+#[derive(Debug, Default)]
+struct Quarantine {
+    /// Pages that calls still hold, once a call.
+    held: Vec<u32>,
+    /// Pages of calls that returned before their lateness was taken note of.
+    early: Vec<u32>,
+}
+
 /// A backend in use, with what the host knows of it.
 pub(crate) struct Attached {
     backend: Arc<dyn StorageBackend>,
@@ -74,8 +83,7 @@ pub(crate) struct Attached {
     counters: Arc<CacheCounters>,
     belief: Mutex<Belief>,
     breakers: [Mutex<Breaker>; 2],
-    /// Host pages that late calls hold, once a call.
-    quarantine: Mutex<Vec<u32>>,
+    quarantine: Mutex<Quarantine>,
     calls: CancelSet,
     running: Mutex<usize>,
     idle: Condvar,
@@ -152,7 +160,12 @@ impl Attached {
                 breaker.lock().succeeded();
                 Ok(value)
             }
-            Err(error) => {
+            Err(mut error) => {
+                if error.kind == ErrorKind::Cancelled && !operation.is_cancelled() && !self.calls.is_cancelled() {
+                    // Nobody here called it off: its time was over.
+                    error.kind = ErrorKind::TimedOut;
+                    error.retryable = true;
+                }
                 // What was asked to stop did not fail.
                 if error.kind != ErrorKind::Cancelled && breaker.lock().failed(Instant::now()) {
                     tracing::warn!(backend = self.name(), %error, "storage keeps failing; it is left alone for a while");
@@ -164,31 +177,41 @@ impl Attached {
         }
     }
 
-    /// Takes note that a late call still holds `pages`, for which it holds the pool's pages.
-    pub fn hold(&self, pages: &[u32]) {
-        self.quarantine.lock().extend_from_slice(pages);
-    }
-
-    /// Gives back the pages of late calls that have returned.
-    pub fn collect(&self, host: &HostPool) {
+    /// Takes note that a late call still holds `pages`. It is one of their holders in the pool.
+    pub fn hold(&self, pages: &[u32], host: &HostPool) {
         let mut quarantine = self.quarantine.lock();
-        if quarantine.is_empty() {
-            return;
-        }
-        let mut back = Vec::new();
-        for page in self.backend.reclaim() {
-            match quarantine.iter().position(|&held| held == page) {
-                Some(at) => back.push(quarantine.swap_remove(at)),
-                None => tracing::warn!(page, "a page came back that no late call holds"),
+        for &page in pages {
+            match quarantine.early.iter().position(|&early| early == page) {
+                Some(at) => {
+                    quarantine.early.swap_remove(at);
+                    host.release(&[page]);
+                }
+                None => quarantine.held.push(page),
             }
         }
-        drop(quarantine);
-        host.release(&back);
+    }
+
+    /// Gives back the pages of late calls that have returned. Says how many are still held.
+    pub fn collect(&self, host: &HostPool) -> usize {
+        let mut quarantine = self.quarantine.lock();
+        if quarantine.held.is_empty() {
+            return 0;
+        }
+        for page in self.backend.reclaim() {
+            match quarantine.held.iter().position(|&held| held == page) {
+                Some(at) => {
+                    quarantine.held.swap_remove(at);
+                    host.release(&[page]);
+                }
+                None => quarantine.early.push(page),
+            }
+        }
+        quarantine.held.len()
     }
 
     /// Pages of late calls.
     pub fn held(&self) -> Vec<u32> {
-        self.quarantine.lock().clone()
+        self.quarantine.lock().held.clone()
     }
 
     /// Runs with what is believed of the store.
@@ -202,7 +225,7 @@ impl Attached {
     }
 
     fn is_done_with(&self) -> bool {
-        *self.running.lock() == 0 && self.quarantine.lock().is_empty()
+        *self.running.lock() == 0 && self.quarantine.lock().held.is_empty()
     }
 
     fn wait_idle(&self, deadline: Instant) -> bool {
@@ -295,8 +318,7 @@ impl Registry {
         let current = self.current();
         let mut held = 0;
         for attached in current.iter().chain(past.iter()) {
-            attached.collect(host);
-            held += attached.quarantine.lock().len();
+            held += attached.collect(host);
         }
         past.retain(|attached| !attached.is_done_with());
         held
@@ -324,13 +346,167 @@ pub(super) fn fault_result(fault: &CallFault) -> StorageResult {
     }
 }
 
+/// How a page counts after a call. Pages that a failed call answered for all the same count by their answer.
+pub(super) fn result_of(result: &Result<(), CallFault>, status: PageStatus) -> StorageResult {
+    let answered = !matches!(status, PageStatus::Unset | PageStatus::Failed);
+    match result {
+        Err(CallFault::Failed(error)) if answered && !error.pages_in_use => page_result(status),
+        Err(fault) => fault_result(fault),
+        Ok(()) => page_result(status),
+    }
+}
+
 /// How a page's status counts. A page the backend forgot to answer for has failed.
-pub(super) fn page_result(status: PageStatus) -> StorageResult {
+fn page_result(status: PageStatus) -> StorageResult {
     match status {
         PageStatus::Ok => StorageResult::Ok,
         PageStatus::Missing => StorageResult::Missing,
         PageStatus::Corrupt => StorageResult::Corrupt,
         PageStatus::Refused => StorageResult::Refused,
         PageStatus::Failed | PageStatus::Unset => StorageResult::Failed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvdock_kernels::{KvDtype, KvSpec};
+
+    use super::*;
+    use crate::cache::layout::HostLayout;
+    use crate::plugin::backend::{BackendStats, ChainInfo, PageKey, Restorable};
+
+    /// A backend that does nothing but give back what it is told to.
+    struct Late(Mutex<Vec<u32>>, ErrorKind);
+
+    impl Late {
+        fn refuse<R>(&self) -> Result<R, BackendError> {
+            Err(BackendError {
+                backend: "late".to_owned(),
+                kind: self.1,
+                retryable: false,
+                message: "no".to_owned(),
+                pages_in_use: false,
+            })
+        }
+    }
+
+    impl StorageBackend for Late {
+        fn name(&self) -> &str {
+            "late"
+        }
+        fn generation(&self) -> u64 {
+            1
+        }
+        fn limits(&self) -> BackendLimits {
+            BackendLimits { preferred_batch: 1, concurrency: 1, remove: false, durable: false }
+        }
+        fn timeout(&self) -> Duration {
+            Duration::from_secs(1)
+        }
+        fn batch_exists(&self, _: &CallOptions, _: &[PageKey], _: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
+            self.refuse()
+        }
+        fn batch_get(
+            &self,
+            _: &CallOptions,
+            _: &[PageKey],
+            _: &[u32],
+            _: &ChainInfo<'_>,
+            _: &mut [PageStatus],
+        ) -> Result<(), BackendError> {
+            self.refuse()
+        }
+        fn batch_set(
+            &self,
+            _: &CallOptions,
+            _: &[PageKey],
+            _: &[u32],
+            _: &ChainInfo<'_>,
+            _: &mut [PageStatus],
+        ) -> Result<(), BackendError> {
+            self.refuse()
+        }
+        fn batch_remove(&self, _: &CallOptions, _: &[PageKey], _: &mut [PageStatus]) -> Result<(), BackendError> {
+            self.refuse()
+        }
+        fn flush(&self, _: &CallOptions) -> Result<(), BackendError> {
+            self.refuse()
+        }
+        fn clear(&self, _: &CallOptions) -> Result<(), BackendError> {
+            self.refuse()
+        }
+        fn stats(&self) -> Result<BackendStats, BackendError> {
+            self.refuse()
+        }
+        fn reclaim(&self) -> Vec<u32> {
+            std::mem::take(&mut self.0.lock())
+        }
+        fn quarantined(&self) -> usize {
+            self.0.lock().len()
+        }
+    }
+
+    fn attached(kind: ErrorKind) -> (Arc<Late>, Attached) {
+        let backend = Arc::new(Late(Mutex::default(), kind));
+        let counters = Arc::new(CacheCounters::default());
+        (Arc::clone(&backend), Attached::new(backend, counters))
+    }
+
+    /// Calls return when they like: also between being given up and being taken note of.
+    #[test]
+    fn i31296_pages_come_back_once_whatever_the_order() {
+        let spec = KvSpec {
+            layers: 1,
+            kv_heads: 1,
+            head_dim_k: 8,
+            head_dim_v: 8,
+            page_tokens: 4,
+            pages: 1,
+            dtype: KvDtype::F16,
+        };
+        let host = HostPool::new(&spec, 4, HostLayout::PageFirst, [0; 32]).unwrap();
+        let pages = host.alloc(3).unwrap();
+        let (backend, attached) = attached(ErrorKind::TimedOut);
+        attached.hold(&pages[..2], &host);
+        *backend.0.lock() = vec![pages[1], pages[2]];
+        assert_eq!(attached.collect(&host), 1, "one is still held");
+        assert_eq!(host.free_count(), 2, "the page nobody is known to hold yet is not free");
+        attached.hold(&pages[2..], &host);
+        assert_eq!((host.free_count(), attached.held()), (3, vec![pages[0]]));
+        *backend.0.lock() = vec![pages[0]];
+        assert_eq!((attached.collect(&host), host.free_count()), (0, 4));
+    }
+
+    #[test]
+    fn a_call_that_nobody_called_off_was_late() {
+        let (_, attached) = attached(ErrorKind::Cancelled);
+        let operation = CancelSet::default();
+        let fault = attached.call(Way::Read, &operation, |backend, _| backend.stats()).unwrap_err();
+        assert_eq!(fault_result(&fault), StorageResult::Late);
+        operation.cancel();
+        let fault = attached.call(Way::Read, &operation, |backend, _| backend.stats()).unwrap_err();
+        assert_eq!(fault_result(&fault), StorageResult::Failed, "called off by the host");
+    }
+
+    #[test]
+    fn detached_backends_are_not_called_any_more() {
+        let (_, attached) = attached(ErrorKind::Internal);
+        attached.calls.cancel();
+        let result = attached.call(Way::Write, &CancelSet::default(), |_, _| -> Result<(), BackendError> {
+            panic!("called after the detach")
+        });
+        assert!(matches!(result, Err(CallFault::Skipped)));
+    }
+
+    #[test]
+    fn reads_go_on_while_writes_rest() {
+        let (_, attached) = attached(ErrorKind::NoSpace);
+        for _ in 0..3 {
+            let result = attached.call(Way::Write, &CancelSet::default(), |backend, options| backend.flush(options));
+            assert!(matches!(result, Err(CallFault::Failed(_))));
+        }
+        let rests = attached.call(Way::Write, &CancelSet::default(), |backend, options| backend.flush(options));
+        assert!(matches!(rests, Err(CallFault::Skipped)));
+        assert!(attached.call(Way::Read, &CancelSet::default(), |_, _| Ok(())).is_ok());
     }
 }

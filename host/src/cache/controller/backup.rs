@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::attached::{Attached, CallFault, CancelSet, Way, fault_result, page_result};
+use super::attached::{Attached, CallFault, CancelSet, Way, result_of};
 use super::{Event, Shared};
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::tree::{KeyPath, NodeRef};
@@ -103,7 +103,7 @@ fn store(shared: &Shared, attached: &Attached, job: &StoreJob, keys: &[PageKey],
         if matches!(&result, Err(CallFault::Failed(error)) if error.pages_in_use) {
             // The late call still reads the pages: it holds them from here on, beside the job.
             shared.host.retain(&pages);
-            attached.hold(&pages);
+            attached.hold(&pages, &shared.host);
         }
         settle(shared, attached, run, &batch_keys, &status, &result, began.elapsed(), outcome);
         if matches!(result, Err(CallFault::Skipped)) {
@@ -130,12 +130,7 @@ fn settle(
 ) {
     let mut written = 0;
     for ((&i, key), &status) in run.iter().zip(keys).zip(status) {
-        let page = match result {
-            // Pages of a failed call that were answered for all the same count by their answer.
-            Err(CallFault::Failed(error)) if !error.pages_in_use && status != PageStatus::Unset => page_result(status),
-            Err(fault) => fault_result(fault),
-            Ok(()) => page_result(status),
-        };
+        let page = result_of(result, status);
         if !matches!(result, Err(CallFault::Skipped)) {
             attached.pages.add(StorageOp::Set, page, 1);
         }

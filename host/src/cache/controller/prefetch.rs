@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::attached::{Attached, CallFault, CancelSet, Way, fault_result, page_result};
+use super::attached::{Attached, CallFault, CancelSet, Way, fault_result, result_of};
 use super::{Event, Shared};
 use crate::cache::hash::chain_keys;
 use crate::cache::stats::{StorageOp, StorageResult};
@@ -310,15 +310,12 @@ fn read_pages(shared: &Shared, batch: &Batch) {
         for place in &mut state.pages[batch.from..batch.to] {
             *place = None;
         }
-        attached.hold(&pages);
+        attached.hold(&pages, &shared.host);
     }
     let mut good = 0;
     let mut corrupt = Vec::new();
     for (i, (key, &page)) in own.iter().zip(&pages).enumerate() {
-        let mut verdict = match &result {
-            Err(fault) => fault_result(fault),
-            Ok(()) => page_result(status[i]),
-        };
+        let mut verdict = result_of(&result, status[i]);
         if verdict == StorageResult::Ok {
             // SAFETY: the call has returned, and the fetch alone holds the page.
             if let Err(fault) = unsafe { shared.host.verify(page, key) } {
