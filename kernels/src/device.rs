@@ -101,6 +101,13 @@ handle! {
     }
 }
 
+impl Buf {
+    /// Whether the buffer holds no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
 /// A weight matrix as a file holds it.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightData<'a> {
@@ -150,7 +157,8 @@ pub struct AttentionSpec<'a> {
     /// Factor on the scores, usually `head_dim_k^-0.5`.
     pub scale: f32,
     /// If given, a query at position `p` sees positions above `p - window` only (itself counted,
-    /// so `window` keys at most). At least 1.
+    /// so `window` keys at most). At least 1. Pages whose last position lies before the first
+    /// one seen, rounded down to a multiple of 64, are not read.
     pub window: Option<u32>,
     /// If given, one logit a query head (`heads` long) that takes part in the softmax without a
     /// value.

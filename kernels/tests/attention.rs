@@ -1,5 +1,7 @@
 //! Attention against f64, and its bits over chunks, pages, threads and instruction sets.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use kvdock_kernels::cpu::{CpuDevice, Isa};

@@ -1,5 +1,7 @@
 //! The device's operations through its face: values against f64, bits across devices, refusals.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use kvdock_kernels::cpu::{CpuDevice, Isa};

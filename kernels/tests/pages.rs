@@ -1,5 +1,7 @@
 //! Exchange of pages between the pool and host memory.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use kvdock_kernels::cpu::CpuDevice;

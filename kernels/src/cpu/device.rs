@@ -140,26 +140,20 @@ impl CpuDevice {
         })
     }
 
-    /// RMS norm of `rows` rows; `out` is `None` for a norm in place.
-    fn norm(
-        &self,
-        op: &'static str,
-        x: Shared,
-        delta: Option<&[f32]>,
-        weight: &[f32],
-        eps: f32,
-        rows: usize,
-        out: Shared,
-    ) -> Result<(), KernelError> {
+    /// Splits a norm's rows among the threads.
+    fn norm(&self, op: &'static str, all: RmsNorm<'_>) -> Result<(), KernelError> {
+        let RmsNorm { delta, weight, eps, rows, .. } = all;
+        let (x, out) = (Shared(all.x), Shared(all.out));
         let width = weight.len();
         self.each(op, rows, width, &|part| {
+            let first = part.start * width;
             self.machine.run(RmsNorm {
-                x: x.at(part.start * width),
-                delta: delta.map(|d| &d[part.start * width..]),
+                x: x.at(first),
+                delta: delta.map(|d| &d[first..]),
                 weight,
                 eps,
                 rows: part.len(),
-                out: out.at(part.start * width),
+                out: out.at(first),
             });
         })
     }
@@ -294,7 +288,7 @@ impl Device for CpuDevice {
         let x = self.floats(op, "x", x, need)?.as_ptr().cast_mut();
         let out = self.floats_mut(op, "out", out, need)?.as_mut_ptr();
         // Without a delta `x` is only read.
-        self.norm(op, Shared(x), None, weight, eps, rows, Shared(out))
+        self.norm(op, RmsNorm { x, delta: None, weight, eps, rows, out })
     }
 
     fn add_rms_norm(
@@ -310,17 +304,17 @@ impl Device for CpuDevice {
         let weight = self.floats(op, "weight", weight, weight.len())?;
         let need = product(op, &[rows, weight.len()])?;
         let delta = self.floats(op, "delta", delta, need)?;
-        let x = Shared(self.floats_mut(op, "x", x, need)?.as_mut_ptr());
-        let out = Shared(self.floats_mut(op, "out", out, need)?.as_mut_ptr());
-        self.norm(op, x, Some(delta), weight, eps, rows, out)
+        let x = self.floats_mut(op, "x", x, need)?.as_mut_ptr();
+        let out = self.floats_mut(op, "out", out, need)?.as_mut_ptr();
+        self.norm(op, RmsNorm { x, delta: Some(delta), weight, eps, rows, out })
     }
 
     fn head_rms_norm(&self, x: &mut Buf, weight: &Buf, eps: f32, rows: usize, heads: usize) -> Result<(), KernelError> {
         let op = "head_rms_norm";
         let weight = self.floats(op, "weight", weight, weight.len())?;
         let need = product(op, &[rows, heads, weight.len()])?;
-        let x = Shared(self.floats_mut(op, "x", x, need)?.as_mut_ptr());
-        self.norm(op, x, None, weight, eps, rows * heads, x)
+        let x = self.floats_mut(op, "x", x, need)?.as_mut_ptr();
+        self.norm(op, RmsNorm { x, delta: None, weight, eps, rows: rows * heads, out: x })
     }
 
     fn linear(&self, x: &Buf, rows: usize, projections: &mut [Projection<'_>]) -> Result<(), KernelError> {

@@ -5,6 +5,9 @@
 //! ([`simd`]); loops are shared among a small pool of threads by parts of the output, never by
 //! parts of a sum ([`threads`]).
 
+// Kernels index several arrays of registers with one counter.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod device;
 mod elementwise;

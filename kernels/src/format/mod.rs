@@ -44,7 +44,7 @@ impl WeightFormat {
     /// Bytes of a row of `cols` elements, or `None` if `cols` is no whole number of blocks or
     /// the size overflows.
     pub const fn row_bytes(self, cols: usize) -> Option<usize> {
-        if cols % self.block_elements() == 0 {
+        if cols.is_multiple_of(self.block_elements()) {
             (cols / self.block_elements()).checked_mul(self.block_bytes())
         } else {
             None

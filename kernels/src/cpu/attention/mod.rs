@@ -28,6 +28,7 @@ mod block;
 mod kernels;
 
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::kv_pool::{CpuKvPool, KvElement, with_kv_element};
@@ -194,21 +195,15 @@ impl Attention<'_> {
             let unit = &units[task.unit()];
             let queries = unit.rows.len() * dims.group;
             work.reserve(Buffers::floats(queries, dims), "attention")?;
-            machine.run(UnitKernel::<E> {
-                call: &self,
-                dims,
-                unit,
-                split: match task {
-                    Task::Whole { .. } => None,
+            let split = match task {
+                Task::Whole { .. } => None,
+                Task::Split { split, slot, .. } => {
                     // SAFETY: each split task has a slot of its own, of a state's size.
-                    Task::Split { split, slot, .. } => {
-                        Some((*split, unsafe { slots.part(*slot, dims.state(queries)) }))
-                    }
-                },
-                work,
-                out,
-                element: std::marker::PhantomData,
-            });
+                    let state = unsafe { slots.part(*slot, dims.state(queries)) };
+                    Some((*split, state))
+                }
+            };
+            machine.run(UnitKernel::<E> { call: &self, dims, unit, split, work, out, element: PhantomData });
             Ok(())
         };
         threads.run("attention", tasks.len(), &|index| {
@@ -353,7 +348,7 @@ struct UnitKernel<'a, E> {
     split: Option<(usize, &'a mut [f32])>,
     work: &'a mut FloatArray,
     out: Shared,
-    element: std::marker::PhantomData<E>,
+    element: PhantomData<E>,
 }
 
 impl<E: KvElement> Kernel for UnitKernel<'_, E> {
