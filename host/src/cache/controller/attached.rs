@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwap;
 use parking_lot::{Condvar, Mutex};
 
 use super::belief::{Belief, Breaker};
@@ -90,7 +89,7 @@ pub(crate) struct Attached {
 }
 
 impl Attached {
-    fn new(backend: Arc<dyn StorageBackend>, counters: Arc<CacheCounters>) -> Self {
+    pub(super) fn new(backend: Arc<dyn StorageBackend>, counters: Arc<CacheCounters>) -> Self {
         Attached {
             pages: counters.backend(backend.name()),
             counters,
@@ -219,16 +218,21 @@ impl Attached {
         run(&mut self.belief.lock())
     }
 
+    /// Cancels all calls that run, and makes no new ones.
+    pub(super) fn retire(&self) {
+        self.calls.cancel();
+    }
+
     fn leave(&self) {
         *self.running.lock() -= 1;
         self.idle.notify_all();
     }
 
-    fn is_done_with(&self) -> bool {
+    pub(super) fn is_done_with(&self) -> bool {
         *self.running.lock() == 0 && self.quarantine.lock().held.is_empty()
     }
 
-    fn wait_idle(&self, deadline: Instant) -> bool {
+    pub(super) fn wait_idle(&self, deadline: Instant) -> bool {
         let mut running = self.running.lock();
         while *running > 0 {
             if self.idle.wait_until(&mut running, deadline).timed_out() {
@@ -236,99 +240,6 @@ impl Attached {
             }
         }
         true
-    }
-}
-
-/// The backends in use, in order, and those that were, as long as calls of theirs run.
-pub(crate) struct Registry {
-    current: ArcSwap<Vec<Arc<Attached>>>,
-    past: Mutex<Vec<Arc<Attached>>>,
-    epoch: AtomicU32,
-    counters: Arc<CacheCounters>,
-}
-
-impl Registry {
-    /// No backend.
-    pub fn new(counters: Arc<CacheCounters>) -> Self {
-        Registry {
-            current: ArcSwap::default(),
-            past: Mutex::default(),
-            // 0 stands for "never stored" in the tree.
-            epoch: AtomicU32::new(1),
-            counters,
-        }
-    }
-
-    /// The backends in use. The list does not change under the caller.
-    pub fn current(&self) -> Arc<Vec<Arc<Attached>>> {
-        self.current.load_full()
-    }
-
-    /// Grows with every attach: pages stored in an earlier epoch may be missing in a backend of a later one.
-    pub fn epoch(&self) -> u32 {
-        self.epoch.load(Ordering::Acquire)
-    }
-
-    /// A store was emptied: nothing is believed of it, and pages count as not stored.
-    pub fn emptied(&self, name: &str) {
-        for attached in self.current().iter().filter(|attached| attached.name() == name) {
-            attached.with_belief(Belief::clear);
-        }
-        self.epoch.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Puts a backend to use; one of the same name is replaced where it stood.
-    pub fn attach(&self, backend: Arc<dyn StorageBackend>) {
-        let mut past = self.past.lock();
-        let mut list = Vec::clone(&self.current());
-        let attached = Arc::new(Attached::new(backend, Arc::clone(&self.counters)));
-        match list.iter_mut().find(|other| other.name() == attached.name()) {
-            Some(place) => past.push(std::mem::replace(place, attached)),
-            None => list.push(attached),
-        }
-        self.current.store(Arc::new(list));
-        self.epoch.fetch_add(1, Ordering::AcqRel);
-        past.iter().for_each(|gone| gone.calls.cancel());
-    }
-
-    /// Stops using a backend. False if there is none of this name.
-    pub fn detach(&self, name: &str) -> bool {
-        let mut past = self.past.lock();
-        let mut list = Vec::clone(&self.current());
-        let Some(at) = list.iter().position(|attached| attached.name() == name) else {
-            return false;
-        };
-        past.push(list.remove(at));
-        self.current.store(Arc::new(list));
-        past.iter().for_each(|gone| gone.calls.cancel());
-        true
-    }
-
-    /// Waits until no call of a backend that was detached or replaced under this name is running.
-    pub fn quiesced(&self, name: &str, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
-        let gone: Vec<_> = self.past.lock().iter().cloned().collect();
-        gone.iter().filter(|attached| attached.name() == name).all(|attached| attached.wait_idle(deadline))
-    }
-
-    /// Gives back what late calls held, and forgets past backends that hold nothing any more. Returns the
-    /// pages that are still held.
-    pub fn collect(&self, host: &HostPool) -> usize {
-        let mut past = self.past.lock();
-        let current = self.current();
-        let mut held = 0;
-        for attached in current.iter().chain(past.iter()) {
-            held += attached.collect(host);
-        }
-        past.retain(|attached| !attached.is_done_with());
-        held
-    }
-
-    /// All pages that late calls hold, once a call.
-    pub fn held(&self) -> Vec<u32> {
-        let past = self.past.lock();
-        let current = self.current();
-        current.iter().chain(past.iter()).flat_map(|attached| attached.held()).collect()
     }
 }
 

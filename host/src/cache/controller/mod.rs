@@ -9,6 +9,7 @@ mod backup;
 mod belief;
 mod copy;
 mod prefetch;
+mod registry;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -17,10 +18,11 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use kvdock_kernels::KvPool;
 
-pub(crate) use attached::{CancelSet, Registry};
+pub(crate) use attached::CancelSet;
 pub(crate) use backup::{StoreJob, StoreReport};
 pub(crate) use copy::{BackupJob, LoadJob, copy_in, copy_out};
 pub(crate) use prefetch::Fetch;
+pub(crate) use registry::Registry;
 
 use super::config::{CacheConfig, PolicyUpdate};
 use super::pool::HostPool;
