@@ -14,6 +14,9 @@ use crate::engine::request::{AbortKind, FinishReason};
 /// vocabulary does not take much memory.
 const PROMPT_LOGITS: usize = 1 << 24;
 
+/// Steps after which admission is tried again though no page is known to have come free.
+const STEPS_BLOCKED: u64 = 32;
+
 /// How long a sample that is alone may wait for pages that copies hold.
 const STALL_LIMIT: Duration = Duration::from_secs(30);
 
@@ -47,7 +50,11 @@ impl Scheduler {
         if chunks.is_empty() {
             return false;
         }
-        self.parts.shared.counters.steps.fetch_add(1, Ordering::Relaxed);
+        let steps = self.parts.shared.counters.steps.fetch_add(1, Ordering::Relaxed);
+        if steps.is_multiple_of(STEPS_BLOCKED) {
+            // Less is set aside with every step; it may be enough for another sample by now.
+            self.blocked = false;
+        }
         match self.forward(&chunks) {
             Ok(()) => {
                 self.relax_reserve();
