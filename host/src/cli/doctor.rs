@@ -37,7 +37,7 @@ fn report(config: &Config) -> (String, Vec<String>) {
     row(
         "cpu kernels",
         match sets.split_first() {
-            Some((best, rest)) if rest.is_empty() => format!("{best} (slow: this CPU has no AVX2)"),
+            Some((best, [])) => format!("{best} (slow: this CPU has no AVX2)"),
             Some((best, rest)) => format!("{best} (also possible: {})", rest.join(", ")),
             None => "none".to_owned(),
         },

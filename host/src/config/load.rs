@@ -114,9 +114,7 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
                     errors.push(ConfigError::new(&leaf.origin, format!("{dotted} = {found}: takes {takes}{hint}")));
                 }
             }
-        } else if source::is_backend_path(path) {
-            backends.extend(path.get(1).cloned());
-        } else if is_empty_table(&leaf.value) && is_backend_section(path) {
+        } else if source::is_backend_path(path) || (is_empty_table(&leaf.value) && is_backend_section(path)) {
             backends.extend(path.get(1).cloned());
         } else if !(is_empty_table(&leaf.value) && keys::is_section(&dotted)) {
             errors.push(unknown(path, leaf));

@@ -18,7 +18,7 @@ pub fn reference() -> String {
         let (head, name) = key.path.split_once('.').unwrap_or(("", key.path));
         if head != section {
             section = head;
-            let _ = write!(out, "\n[{head}]\n");
+            let _ = writeln!(out, "\n[{head}]");
         }
         entry(&mut out, key, name, false);
     }
@@ -35,7 +35,7 @@ pub fn reference() -> String {
 
 fn entry(out: &mut String, key: &Key, name: &str, commented: bool) {
     let takes = key.kind.describe();
-    let _ = write!(out, "# {} Takes {takes}.\n", key.meaning);
+    let _ = writeln!(out, "# {} Takes {takes}.", key.meaning);
     let _ = match key.default {
         Some(default) if commented => writeln!(out, "# {name} = {default}"),
         Some(default) => writeln!(out, "{name} = {default}"),
