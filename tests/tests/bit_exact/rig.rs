@@ -124,7 +124,8 @@ impl Rig {
             ..CacheConfig::default()
         };
         let mailbox = Mailbox::new();
-        let cache = CacheManager::new(cache_config, pool.clone(), Arc::new(NoEvents), mailbox.waker()).expect("a cache");
+        let cache =
+            CacheManager::new(cache_config, pool.clone(), Arc::new(NoEvents), mailbox.waker()).expect("a cache");
         let sink = Sink { storage: cache.storage() };
         let recorded = Recorded::default();
         let engine_config = EngineConfig {
@@ -133,7 +134,8 @@ impl Rig {
             max_queued_requests: 16,
             logits_tap: Some(tap(recorded.clone())),
         };
-        let parts = EngineParts { model: model.model.clone(), tokenizer: model.tokenizer.clone(), pool, cache, mailbox };
+        let parts =
+            EngineParts { model: model.model.clone(), tokenizer: model.tokenizer.clone(), pool, cache, mailbox };
         let engine = Engine::start(engine_config, parts).expect("the engine starts");
 
         let mut config = kvdock::config::load(&Sources::default()).expect("the defaults are right").config.storage;

@@ -16,12 +16,15 @@ fn soak_streaming_clients_with_cancels_leak_nothing() {
     let storage = tempfile::tempdir().unwrap();
     let server = Launch::new()
         .storage(storage.path())
-        .set("cache.device_tokens", 4096)
-        .set("cache.host_tokens", 8192)
+        .set("cache.device_tokens", 3072)
+        .set("cache.host_tokens", 3072)
         .set("engine.max_queued_requests", 256)
         .start();
     let seconds = 10 * u64::from(soak::factor());
     // Fills pools, buffers and the allocator's arenas, so that what grows after it is a leak.
+    for seed in 0..3 {
+        server.client().generate(&prompt::ids(90 + seed, 1000), 1);
+    }
     load(&server, Duration::from_secs(seconds / 2));
     let warm = server.resident_bytes();
     let (finished, cancelled) = load(&server, Duration::from_secs(seconds));
