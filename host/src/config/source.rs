@@ -142,7 +142,9 @@ pub(crate) fn from_set(argument: &str) -> Result<Leaves, ConfigError> {
 
 /// Whether an environment variable of this name is for tests and tools, not a key.
 fn is_for_tests(name: &str) -> bool {
-    name == "KVDOCK_SOAK" || name.starts_with("KVDOCK_TEST_") || name.starts_with("KVDOCK_BENCH_")
+    matches!(name, "KVDOCK_SOAK" | "KVDOCK_BLESS")
+        || name.starts_with("KVDOCK_TEST_")
+        || name.starts_with("KVDOCK_BENCH_")
 }
 
 /// Reads the `KVDOCK_*` variables among `vars`. Those that match no key are warnings.
