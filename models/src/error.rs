@@ -1,6 +1,6 @@
 //! What can go wrong while a checkpoint is read and while a model runs.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use kvdock_kernels::KernelError;
 
@@ -90,4 +90,14 @@ pub enum ModelError {
     /// A device operation failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+}
+
+impl ModelError {
+    /// Says in which file the tokenizer was, where the error is about one.
+    pub(crate) fn in_file(self, path: &Path) -> Self {
+        match self {
+            ModelError::Tokenizer(_) => ModelError::Damaged { path: path.to_path_buf(), what: self.to_string() },
+            other => other,
+        }
+    }
 }

@@ -1,4 +1,5 @@
 //! Batches that break a rule are refused with the reason, and the model goes on.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

@@ -1,9 +1,10 @@
 //! The law of bits: a row of logits depends on the tokens of its sequence alone.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 
 use common::{PAGE, Session, bits, pages, try_load};
-use kvdock_kernels::KvDtype;
+use kvdock_kernels::{HostPage, KvDtype};
 use kvdock_models::testing::{TinyKind, TinyModel, token_ids};
 use kvdock_models::{LoadedModel, SeqChunk, Want, WeightFormat};
 
@@ -56,6 +57,67 @@ fn pages_in_any_order_and_old_contents_do_not_matter() {
             let moved = bits(&session.prompt(&ids, 32, &shuffled));
             assert!(moved == ordered, "{name} {dtype:?}");
         }
+    }
+}
+
+/// Writes not-a-number into every element of every page.
+fn poison(session: &Session) {
+    let spec = *session.pool.spec();
+    let token = spec.head_dim_k * spec.dtype.bytes();
+    let head = token * spec.page_tokens;
+    let layer = head * spec.kv_heads;
+    let mut k = vec![0xFFu8; spec.page_k_bytes()];
+    let mut v = vec![0xFFu8; spec.page_v_bytes()];
+    let page = HostPage {
+        k: k.as_mut_ptr(),
+        v: v.as_mut_ptr(),
+        k_layer_stride: layer,
+        k_head_stride: head,
+        k_token_stride: token,
+        v_layer_stride: layer,
+        v_head_stride: head,
+        v_token_stride: token,
+    };
+    for number in 0..spec.pages as u32 {
+        // SAFETY: keys and values of these models are alike, so the strides stay inside both vectors, which
+        // live through the call; no pass is running.
+        unsafe { session.pool.copy_page_in(number, &page) }.unwrap();
+    }
+}
+
+#[test]
+fn what_pages_held_before_is_never_read() {
+    let ids = token_ids("poison.tokens", TOKENS, 256);
+    for (name, model) in models() {
+        for dtype in DTYPES {
+            let session = Session::new(model.clone(), dtype, 12);
+            let table = pages(TOKENS.div_ceil(PAGE));
+            let clean = bits(&session.prompt(&ids, 64, &table));
+            poison(&session);
+            assert!(bits(&session.prompt(&ids, 64, &table)) == clean, "{name} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn passes_at_the_same_time_give_the_same_bits() {
+    let prompts: Vec<Vec<u32>> = (0..3).map(|seq| token_ids(&format!("parallel.{seq}"), 60 + seq, 256)).collect();
+    for (name, model) in models() {
+        let session = Session::new(model, KvDtype::F16, 12);
+        let run = |seq: usize| {
+            let table: Vec<u32> = (seq as u32 * 4..seq as u32 * 4 + 4).collect();
+            bits(&session.prompt(&prompts[seq], 9, &table))
+        };
+        let alone: Vec<_> = (0..3).map(run).collect();
+        std::thread::scope(|scope| {
+            let run = &run;
+            let runs: Vec<_> =
+                (0..3).map(|seq| scope.spawn(move || (0..5).map(|_| run(seq)).collect::<Vec<_>>())).collect();
+            for (seq, handle) in runs.into_iter().enumerate() {
+                let results = handle.join().unwrap();
+                assert!(results.iter().all(|rows| *rows == alone[seq]), "{name}: sequence {seq}");
+            }
+        });
     }
 }
 

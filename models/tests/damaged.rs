@@ -1,4 +1,5 @@
 //! Damaged checkpoints are refused with the place, the expected and the found, and never with a panic.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! The tiny models against values made in float64 (goldens/make_tiny.py).
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

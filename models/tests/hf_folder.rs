@@ -1,4 +1,5 @@
 //! What the files around the weights of a Hugging Face folder say.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

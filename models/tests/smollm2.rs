@@ -1,4 +1,5 @@
 //! The real model against values made in float64 on its dequantised weights (goldens/make_smollm2.py).
+#![allow(clippy::unwrap_used)]
 
 mod common;
 
@@ -6,8 +7,8 @@ use std::path::PathBuf;
 
 use common::{PAGE, Session, argmax, log_sum_exp, pages, try_load};
 use kvdock_kernels::KvDtype;
-use kvdock_models::Want;
 use kvdock_models::testing::{TEST_MODEL_SHA256, test_model_path};
+use kvdock_models::{SeqChunk, Want};
 
 fn model() -> PathBuf {
     test_model_path().unwrap_or_else(|why| panic!("{why}"))
@@ -111,6 +112,35 @@ fn logits_agree_with_float64() {
             assert_eq!(session.greedy(&ids, 16, &pages), case.greedy, "{:?}", case.text);
         }
     }
+}
+
+/// The real widths (heads of 64, rows of 576 and 1536) take other paths through the kernels than the tiny models'.
+#[test]
+fn chunks_and_company_change_no_bit() {
+    let session = Session::new(try_load(&model()).unwrap(), KvDtype::F16, 40);
+    let ids: Vec<u32> = (0..200).map(|index| (index * 7919 + 13) % 49152).collect();
+    let table = pages(ids.len().div_ceil(PAGE));
+    let last = |rows: Vec<Vec<f32>>| common::bits(&rows[rows.len() - 1..]);
+    let whole = last(session.chunk(&ids, 0, &table, Want::Last));
+    for size in [16, 33, 64] {
+        let mut row = Vec::new();
+        for (index, chunk) in ids.chunks(size).enumerate() {
+            row = session.chunk(chunk, index * size, &table, Want::Last);
+        }
+        assert!(last(row) == whole, "chunks of {size}");
+    }
+    // The last tokens one by one, beside a second sequence.
+    session.chunk(&ids[..195], 0, &table, Want::None);
+    let other: Vec<u32> = (20..40).collect();
+    let mut row = Vec::new();
+    for at in 195..200 {
+        let chunk = |tokens, start, pages, logits| SeqChunk { tokens, start, pages, logits };
+        row = session.chunks(&[
+            chunk(&ids[at - 195..at - 100], 0, other.as_slice(), Want::None),
+            chunk(&ids[at..at + 1], at as u32, table.as_slice(), Want::Last),
+        ]);
+    }
+    assert!(last(row) == whole, "token by token");
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Tokenizers, from GGUF metadata and from `tokenizer.json`.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

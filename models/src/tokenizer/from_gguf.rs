@@ -57,7 +57,7 @@ impl Tokenizer {
         }
         let merges = merges(gguf, &vocab)?;
 
-        let fail = |error: tokenizers::Error| ModelError::Tokenizer(error.to_string());
+        let fail = |error: tokenizers::Error| ModelError::Tokenizer(error.to_string()).in_file(gguf.path());
         let bpe =
             BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges).build().map_err(fail)?;
         let mut inner = tokenizers::Tokenizer::new(bpe);
@@ -74,7 +74,7 @@ impl Tokenizer {
         };
         let add_bos = flag(gguf, "tokenizer.ggml.add_bos_token")?.unwrap_or(pre.add_bos);
         let add_eos = flag(gguf, "tokenizer.ggml.add_eos_token")?.unwrap_or(false);
-        let mut tokenizer = Tokenizer::new(inner, named)?;
+        let mut tokenizer = Tokenizer::new(inner, named).map_err(|error| error.in_file(gguf.path()))?;
         tokenizer.token_bytes = tokens
             .iter()
             .zip(&types)

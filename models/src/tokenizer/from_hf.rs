@@ -85,7 +85,7 @@ impl Tokenizer {
         let added = outline.added_tokens;
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| damaged(error.to_string()))?;
         // Both would cut or fill a prompt behind the user's back.
-        inner.with_truncation(None).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
+        inner.with_truncation(None).map_err(|error| damaged(error.to_string()))?;
         inner.with_padding(None);
         // Ids with gaps would be closed up silently.
         for Added { id, content } in &added {
@@ -105,7 +105,7 @@ impl Tokenizer {
                 .ok_or_else(|| damaged(format!("the {role} token {text:?} of tokenizer_config.json is no token"))),
         };
         let named = NamedTokens { bos: id("bos", bos)?, eos: id("eos", eos)? };
-        Tokenizer::new(inner, named)
+        Tokenizer::new(inner, named).map_err(|error| error.in_file(path))
     }
 }
 
