@@ -158,7 +158,8 @@ fn an_added_token_that_would_get_another_id_is_refused() {
 
 #[test]
 fn tokenizers_that_are_no_byte_level_bpe_are_refused() {
-    let cases: [(fn(&mut Value), &str); 4] = [
+    type Edit = fn(&mut Value);
+    let cases: [(Edit, &str); 4] = [
         (|file| file["model"]["type"] = json!("WordPiece"), "WordPiece"),
         (|file| file["decoder"] = json!({"type": "Fuse"}), "without ByteLevel in its decoder"),
         (|file| file["model"]["merges"] = json!([["a", "zz"]]), "model.merges[0]"),
