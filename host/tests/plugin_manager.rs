@@ -22,6 +22,7 @@ struct Sink {
     pool: HostPoolDescription,
     in_use: Mutex<Vec<Arc<dyn StorageBackend>>>,
     policies: Mutex<(String, String)>,
+    emptied: Mutex<Vec<String>>,
 }
 
 impl Sink {
@@ -54,6 +55,7 @@ impl Sink {
             },
             in_use: Mutex::default(),
             policies: Mutex::new(("timeout".into(), "write_through".into())),
+            emptied: Mutex::default(),
         })
     }
 
@@ -90,6 +92,9 @@ impl BackendSink for Sink {
         let before = in_use.len();
         in_use.retain(|b| b.name() != name);
         in_use.len() < before
+    }
+    fn emptied(&self, name: &str) {
+        self.emptied.lock().unwrap().push(name.to_owned());
     }
     fn policies(&self) -> (String, String) {
         self.policies.lock().unwrap().clone()
@@ -295,6 +300,19 @@ fn policies_change_with_an_attach() {
     manager.attach(attach).unwrap();
     let status = manager.status();
     assert_eq!((status.prefetch_policy.as_str(), status.write_policy.as_str()), ("timeout", "write_back"));
+    assert!(manager.shut_down());
+}
+
+#[test]
+fn clearing_removes_the_pages_and_tells_the_cache() {
+    let (plugins, store, sink) = (plugin_folder(b""), tempfile::tempdir().unwrap(), Sink::new());
+    let manager = manager(&sink, plugins.path(), vec![table("file", store.path())], "file", true);
+    assert_eq!(manager.clear(Duration::from_secs(5)).unwrap(), "no storage backend is attached.");
+    manager.attach_configured().unwrap();
+    assert_eq!(set(&sink, [1, 2]), [PageStatus::Ok; 2]);
+    assert_eq!(manager.clear(Duration::from_secs(5)).unwrap(), "file is cleared.");
+    assert_eq!(get(&sink, [3, 4]), [PageStatus::Missing; 2]);
+    assert_eq!(*sink.emptied.lock().unwrap(), ["file"]);
     assert!(manager.shut_down());
 }
 

@@ -2,16 +2,31 @@
 
 use std::sync::Arc;
 
-use crate::cache::StorageHandle;
+use parking_lot::Mutex;
+
+use crate::cache::{PolicyUpdate, PrefetchPolicy, StorageHandle, WritePolicy};
 use crate::plugin::backend::{BackendSink, HostPoolDescription, StorageBackend};
 
-/// Passes backends to the cache; knows the policies it was started with.
+/// Passes backends and policies to the cache, and remembers the policies in use.
 pub(super) struct CacheSink {
-    pub storage: StorageHandle,
-    /// `cache.prefetch_policy`
-    pub prefetch_policy: String,
-    /// `cache.write_policy`
-    pub write_policy: String,
+    storage: StorageHandle,
+    policies: Mutex<(PrefetchPolicy, WritePolicy)>,
+}
+
+impl CacheSink {
+    /// A sink for a cache that was started with these policies.
+    pub fn new(storage: StorageHandle, prefetch: PrefetchPolicy, write: WritePolicy) -> Self {
+        CacheSink { storage, policies: Mutex::new((prefetch, write)) }
+    }
+}
+
+fn parse(prefetch: Option<&str>, write: Option<&str>) -> Result<PolicyUpdate, String> {
+    let wrong = |error: crate::cache::CacheError| error.to_string();
+    Ok(PolicyUpdate {
+        prefetch_policy: prefetch.map(str::parse).transpose().map_err(wrong)?,
+        write_policy: write.map(str::parse).transpose().map_err(wrong)?,
+        ..PolicyUpdate::default()
+    })
 }
 
 impl BackendSink for CacheSink {
@@ -27,22 +42,26 @@ impl BackendSink for CacheSink {
         self.storage.detached(name)
     }
 
+    fn emptied(&self, name: &str) {
+        self.storage.emptied(name);
+    }
+
     fn policies(&self) -> (String, String) {
-        (self.prefetch_policy.clone(), self.write_policy.clone())
+        let (prefetch, write) = *self.policies.lock();
+        (prefetch.to_string(), write.to_string())
     }
 
     fn check_policies(&self, prefetch: Option<&str>, write: Option<&str>) -> Result<(), String> {
-        let fixed = |key: &str, asked: Option<&str>, used: &str| match asked {
-            Some(asked) if asked != used => Err(format!(
-                "{key} is {used:?} since the start, and this build does not change it while running (asked for: {asked:?})"
-            )),
-            _ => Ok(()),
-        };
-        fixed("cache.prefetch_policy", prefetch, &self.prefetch_policy)?;
-        fixed("cache.write_policy", write, &self.write_policy)
+        parse(prefetch, write).map(drop)
     }
 
-    fn set_policies(&self, _prefetch: Option<&str>, _write: Option<&str>) {
-        // `check_policies` let only those pass that are in use.
+    fn set_policies(&self, prefetch: Option<&str>, write: Option<&str>) {
+        // `check_policies` let only those pass that can be read.
+        let Ok(update) = parse(prefetch, write) else { return };
+        let mut policies = self.policies.lock();
+        policies.0 = update.prefetch_policy.unwrap_or(policies.0);
+        policies.1 = update.write_policy.unwrap_or(policies.1);
+        drop(policies);
+        self.storage.update_policies(update);
     }
 }

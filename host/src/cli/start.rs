@@ -63,16 +63,13 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let namespace = namespace(config, &model, dtype);
     let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
     let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
+    let policies = (cache_config.prefetch_policy, cache_config.write_policy);
     let observer = Arc::new(CacheObserver::default());
     let mailbox = Mailbox::new();
     let cache = CacheManager::new(cache_config, pool.clone(), observer.clone(), mailbox.waker())
         .map_err(|error| error.to_string())?;
     let counters = cache.counters();
-    let sink = CacheSink {
-        storage: cache.storage(),
-        prefetch_policy: config.cache.prefetch_policy.clone(),
-        write_policy: write_policy(config),
-    };
+    let sink = CacheSink::new(cache.storage(), policies.0, policies.1);
     let engine = Engine::start(
         EngineConfig {
             prefill_chunk: config.engine.prefill_chunk as usize,

@@ -262,6 +262,8 @@ pub trait BackendSink: Send + Sync {
     fn attached(&self, backend: Arc<dyn StorageBackend>);
     /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.
     fn detached(&self, name: &str) -> bool;
+    /// Tells that the store of this backend was emptied: nothing is believed to be stored there any more.
+    fn emptied(&self, name: &str);
     /// Names of the prefetch and the write policy in use.
     fn policies(&self) -> (String, String);
     /// Whether policies of these names could be set.

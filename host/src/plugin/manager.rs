@@ -338,7 +338,10 @@ impl StorageAdmin for PluginManager {
         let mut said = Vec::new();
         let mut failed = Vec::new();
         for instance in instances {
-            match instance.clear(&CallOptions::within(timeout)) {
+            let cleared = instance.clear(&CallOptions::within(timeout));
+            // A clear that failed may have removed a part.
+            self.shared.sink.emptied(instance.name());
+            match cleared {
                 Ok(()) => said.push(format!("{} is cleared.", instance.name())),
                 Err(error) => failed.push(error.to_string()),
             }

@@ -30,7 +30,7 @@ pub(crate) enum Way {
     Write,
 }
 
-/// Calls that can be cancelled together: those of an operation, or those of a backend.
+/// Calls that can be cancelled together: those of an operation.
 #[derive(Debug, Default)]
 pub(crate) struct CancelSet {
     cancelled: AtomicBool,
@@ -83,7 +83,7 @@ pub(crate) struct Attached {
     belief: Mutex<Belief>,
     breakers: [Mutex<Breaker>; 2],
     quarantine: Mutex<Quarantine>,
-    calls: CancelSet,
+    retired: AtomicBool,
     running: Mutex<usize>,
     idle: Condvar,
 }
@@ -97,7 +97,7 @@ impl Attached {
             belief: Mutex::default(),
             breakers: Default::default(),
             quarantine: Mutex::default(),
-            calls: CancelSet::default(),
+            retired: AtomicBool::new(false),
             running: Mutex::new(0),
             idle: Condvar::new(),
         }
@@ -131,19 +131,17 @@ impl Attached {
         call: impl FnOnce(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
     ) -> Result<R, CallFault> {
         let breaker = &self.breakers[way as usize];
-        // Counted before the look at `calls`, so that whoever saw none running after a detach sees none later.
+        // Counted before the look at `retired`, so that whoever saw none running after a detach sees none later.
         *self.running.lock() += 1;
-        if self.calls.is_cancelled() || !breaker.lock().allows(Instant::now()) {
+        if self.retired.load(Ordering::SeqCst) || !breaker.lock().allows(Instant::now()) {
             self.leave();
             self.counters.breaker_skips.fetch_add(1, Ordering::Relaxed);
             return Err(CallFault::Skipped);
         }
         let options = CallOptions::within(self.timeout());
         operation.enter(&options.cancel);
-        self.calls.enter(&options.cancel);
         let result = catch_unwind(AssertUnwindSafe(|| call(&*self.backend, &options)));
         operation.leave(&options.cancel);
-        self.calls.leave(&options.cancel);
         self.leave();
         let result = result.unwrap_or_else(|_| {
             Err(BackendError {
@@ -160,7 +158,10 @@ impl Attached {
                 Ok(value)
             }
             Err(mut error) => {
-                if error.kind == ErrorKind::Cancelled && !operation.is_cancelled() && !self.calls.is_cancelled() {
+                if error.kind == ErrorKind::Cancelled
+                    && !operation.is_cancelled()
+                    && !self.retired.load(Ordering::SeqCst)
+                {
                     // Nobody here called it off: its time was over.
                     error.kind = ErrorKind::TimedOut;
                     error.retryable = true;
@@ -218,9 +219,9 @@ impl Attached {
         run(&mut self.belief.lock())
     }
 
-    /// Cancels all calls that run, and makes no new ones.
+    /// Makes no new calls. Those that run are left to return; whoever closes the backend cancels them after a while.
     pub(super) fn retire(&self) {
-        self.calls.cancel();
+        self.retired.store(true, Ordering::SeqCst);
     }
 
     fn leave(&self) {
@@ -402,7 +403,7 @@ mod tests {
     #[test]
     fn detached_backends_are_not_called_any_more() {
         let (_, attached) = attached(ErrorKind::Internal);
-        attached.calls.cancel();
+        attached.retire();
         let result = attached.call(Way::Write, &CancelSet::default(), |_, _| -> Result<(), BackendError> {
             panic!("called after the detach")
         });

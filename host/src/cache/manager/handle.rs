@@ -40,8 +40,8 @@ impl StorageHandle {
         }
     }
 
-    /// Stops using the backend of this name: no new call is made; running ones are cancelled and their pages
-    /// come back when they return. False if there is none.
+    /// Stops using the backend of this name: no new call is made; running ones may return, and their pages come back
+    /// when they do. False if there is none.
     pub fn detached(&self, name: &str) -> bool {
         let Some(shared) = &self.shared else { return false };
         let known = shared.registry.detach(name);
