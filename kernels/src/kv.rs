@@ -94,6 +94,11 @@ pub struct HostPage {
     pub v_token_stride: usize,
 }
 
+// SAFETY: a HostPage is addresses; whoever uses them vouches for them in a call of its own.
+unsafe impl Send for HostPage {}
+// SAFETY: as above.
+unsafe impl Sync for HostPage {}
+
 /// Keys and values of all layers, in pages of a fixed number of tokens, in device memory.
 ///
 /// The pool does not know which pages are in use. Operations of the device read and write pages

@@ -6,6 +6,7 @@
 
 use std::any::Any;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use parking_lot::RwLock;
 
@@ -16,7 +17,8 @@ use crate::kv::{HostPage, KvDtype, KvPool, KvSpec};
 
 /// An element type of the pool.
 pub(super) trait KvElement: Copy + Send + Sync + 'static {
-    fn from_f32(x: f32) -> Self;
+    /// Rounds to nearest, halves to even. Both are equally long.
+    fn round(from: &[f32], to: &mut [Self]);
     fn to_f32(self) -> f32;
     /// # Safety
     /// 16 elements at `p` are readable.
@@ -24,11 +26,10 @@ pub(super) trait KvElement: Copy + Send + Sync + 'static {
 }
 
 macro_rules! kv_element {
-    ($name:ident, $from:expr, $to:expr, $load:ident, $raw:ty) => {
+    ($name:ident, $round:expr, $to:expr, $load:ident, $raw:ty) => {
         impl KvElement for $name {
-            #[inline(always)]
-            fn from_f32(x: f32) -> Self {
-                $from(x)
+            fn round(from: &[f32], to: &mut [Self]) {
+                $round(to, from)
             }
             #[inline(always)]
             fn to_f32(self) -> f32 {
@@ -43,9 +44,9 @@ macro_rules! kv_element {
     };
 }
 
-kv_element!(f16, f16::from_f32, f16::to_f32, load_f16, u16);
-kv_element!(bf16, bf16::from_f32, bf16::to_f32, load_bf16, u16);
-kv_element!(f32, std::convert::identity, std::convert::identity, load, f32);
+kv_element!(f16, HalfFloatSliceExt::convert_from_f32_slice, f16::to_f32, load_f16, u16);
+kv_element!(bf16, HalfFloatSliceExt::convert_from_f32_slice, bf16::to_f32, load_bf16, u16);
+kv_element!(f32, <[f32]>::copy_from_slice, std::convert::identity, load, f32);
 
 /// Calls `$body` with the type `$E` bound to the [`KvElement`] of `$dtype`.
 macro_rules! with_kv_element {
@@ -162,21 +163,22 @@ impl CpuKvPool {
         let (dk, dv) = (self.spec.head_dim_k, self.spec.head_dim_v);
         let keys = self.keys::<E>(layer, page, head);
         let values = self.values::<E>(layer, page, head);
-        // SAFETY: all offsets are within the page's block of the head.
+        // SAFETY: all offsets are within the page's block of the head, whose memory is zero or
+        // elements, and which nothing else uses.
         unsafe {
             if self.keys_in_groups() {
-                let first = keys.add(token / LANES * LANES * dk + token % LANES);
-                for (d, x) in k.iter().enumerate() {
-                    *first.add(d * LANES) = E::from_f32(*x);
+                let group = keys.add(token / LANES * LANES * dk + token % LANES);
+                let mut rounded = [*group; 64];
+                for (i, k) in k.chunks(64).enumerate() {
+                    E::round(k, &mut rounded[..k.len()]);
+                    for (d, x) in rounded[..k.len()].iter().enumerate() {
+                        *group.add((64 * i + d) * LANES) = *x;
+                    }
                 }
             } else {
-                for (d, x) in k.iter().enumerate() {
-                    *keys.add(token * dk + d) = E::from_f32(*x);
-                }
+                E::round(k, std::slice::from_raw_parts_mut(keys.add(token * dk), dk));
             }
-            for (d, x) in v.iter().enumerate() {
-                *values.add(token * dv + d) = E::from_f32(*x);
-            }
+            E::round(v, std::slice::from_raw_parts_mut(values.add(token * dv), dv));
         }
     }
 

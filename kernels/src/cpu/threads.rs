@@ -93,7 +93,8 @@ impl ThreadPool {
     }
 
     /// Calls `body(0)` to `body(tasks - 1)`, each once, in any order and on any threads; returns
-    /// when all are done. A panic in a task becomes an error; other tasks may then be left out.
+    /// when all are done. A panic in a task becomes an error; other tasks may then be left out. Must
+    /// not be called from a task.
     pub(super) fn run(&self, op: &'static str, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
         let failed = |reason: String| KernelError::Worker { op, reason };
         if self.workers.is_empty() || tasks <= 1 {
