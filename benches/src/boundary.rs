@@ -8,9 +8,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 use kvdock_plugin_api::mock::{Instance, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of};
 use kvdock_plugin_api::v0_1::{BackendTable, ENTRY_SYMBOL, EntryFn};
 
-use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::side_by_side;
+use crate::{Bench, keys};
 
 /// Calls in one sample.
 const CALLS: u32 = 100_000;
@@ -24,9 +24,9 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     if !bench.wants(name) {
         return Ok(());
     }
-    let library = kvdock_tests::paths::build().join("libkvdock_benches.so");
+    let library = kvdock_tests::paths::build().join("examples/libbench_keys.so");
     let loaded = Store::attach(load(&library)?)?;
-    let linked = Store::attach(table_of(kvdock_benches::kvdock_plugin_entry).map_err(|error| anyhow!("{error}"))?)?;
+    let linked = Store::attach(table_of(keys::kvdock_plugin_entry).map_err(|error| anyhow!("{error}"))?)?;
     // More rounds than elsewhere: a few nanoseconds are looked for.
     let (ours, peer) = side_by_side(bench.rounds * 10, || loaded.exists(), || linked.exists())?;
     report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(10.0) })

@@ -7,6 +7,8 @@ mod boundary;
 mod compute;
 mod disk;
 mod fio;
+#[path = "../plugin/keys.rs"]
+mod keys;
 mod llama;
 mod memory;
 mod restart;

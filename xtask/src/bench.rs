@@ -26,16 +26,13 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     setup::ensure(&[setup::CC, setup::PIP, setup::NPM, setup::FIO])?;
     let model = model::fetch()?;
     let peers = fetch_llama()?;
-    run_command(cargo().args([
-        "build",
-        "--release",
-        "--package",
-        "kvdock",
-        "--package",
-        "kvdock-plugin-file",
-        "--package",
-        "kvdock-benches",
-    ]))?;
+    let packages = ["kvdock", "kvdock-plugin-file", "kvdock-benches"];
+    let mut build = cargo();
+    build.args(["build", "--release", "--lib", "--bins", "--examples"]);
+    for package in packages {
+        build.args(["--package", package]);
+    }
+    run_command(&mut build)?;
     let program = paths::release()?.join("kvdock-bench");
     let mut bench = command(paths::text(&program)?);
     bench.arg("--model").arg(&model).arg("--peers").arg(&peers);

@@ -243,6 +243,9 @@ impl BackendSink for Sink {
     fn detached(&self, name: &str) -> bool {
         self.storage.detached(name)
     }
+    fn emptied(&self, name: &str) {
+        self.storage.emptied(name);
+    }
     fn policies(&self) -> (String, String) {
         ("timeout".to_owned(), "write_through".to_owned())
     }

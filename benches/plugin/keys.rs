@@ -1,6 +1,6 @@
 //! A storage plugin that only remembers keys, for measuring what a call through the boundary costs.
 //!
-//! It is built twice from the same source: as a `.so` that is loaded as any plugin is, and linked into the
+//! It is built twice from the same source: as a `.so` that is loaded as any plugin is, and as a module of the
 //! benchmark itself. What differs between the two is the boundary alone.
 
 use std::collections::HashSet;
