@@ -102,9 +102,9 @@ async fn serve_until_asked(config: Arc<Config>, began: Instant) -> Result<End, F
     say(&format!("listening on http://{address}"));
 
     let name = signals.next().await;
+    server.start_draining();
     let within = config.server.shutdown_timeout;
     tracing::info!("{name}: finishing running requests, at most {} s; once more ends at once", within.as_secs_f64());
-    server.start_draining();
     tokio::spawn(async move {
         let name = signals.next().await;
         say(&format!("{name} again: ending at once"));

@@ -126,7 +126,7 @@ fn prompts_that_do_not_fit_are_refused_at_once() {
 
 #[test]
 fn a_full_queue_is_429_with_retry_after() {
-    let server = Server::with(&["engine.max_running_requests=1", "engine.max_queued_requests=1"]);
+    let server = Server::slow(&["engine.max_running_requests=1", "engine.max_queued_requests=1"]);
     let long = |rid: &str| {
         json!({"text": "a", "rid": rid, "stream": true,
             "sampling_params": {"temperature": 0, "max_new_tokens": 4000}})

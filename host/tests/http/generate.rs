@@ -88,7 +88,7 @@ fn logprobs_are_triples() {
 
 #[test]
 fn an_abort_ends_a_running_request() {
-    let server = Server::start();
+    let server = Server::slow(&[]);
     let request = json!({"text": "abc", "rid": "long", "stream": true,
         "sampling_params": {"temperature": 0, "max_new_tokens": 4000}});
     let answer = server.begin(PATH, &request);

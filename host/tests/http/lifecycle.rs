@@ -14,9 +14,9 @@ fn long(tokens: u32) -> serde_json::Value {
 
 #[test]
 fn a_client_that_leaves_cancels_its_request() {
-    let server = Server::start();
+    let server = Server::slow(&[]);
     let streaming = server.begin("/generate", &long(4000));
-    assert_eq!(server.metric("sglang:num_running_reqs"), 1.0);
+    server.wait_until("it runs", |server| server.metric("sglang:num_running_reqs") == 1.0);
     drop(streaming);
     server.wait_until("the streamed request is cancelled", |server| {
         server.metric("sglang:num_running_reqs") == 0.0 && server.metric("sglang:num_aborted_requests_total") == 1.0
@@ -39,14 +39,14 @@ fn a_client_that_leaves_cancels_its_request() {
 
 #[test]
 fn sigterm_lets_requests_finish_and_refuses_new_ones() {
-    let mut server = Server::start();
+    let mut server = Server::slow(&[]);
     let whole = server.post(
         "/generate",
         &json!({"text": "a",
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": true}}),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 800, "ignore_eos": true}}),
     );
     let text = whole.ok()["text"].as_str().unwrap().to_owned();
-    let running = server.begin("/generate", &long(1500));
+    let running = server.begin("/generate", &long(800));
     server.signal(libc::SIGTERM);
     server.wait_for_line("SIGTERM");
     assert_eq!(server.get("/health").status, 503);
@@ -62,7 +62,7 @@ fn sigterm_lets_requests_finish_and_refuses_new_ones() {
 
 #[test]
 fn the_shutdown_timeout_bounds_the_drain() {
-    let mut server = Server::with(&["server.shutdown_timeout=0.2"]);
+    let mut server = Server::slow(&["server.shutdown_timeout=0.2"]);
     let running = server.begin("/generate", &long(4000));
     server.signal(libc::SIGINT);
     let rest = running.rest();
@@ -72,7 +72,7 @@ fn the_shutdown_timeout_bounds_the_drain() {
 
 #[test]
 fn a_second_signal_ends_at_once() {
-    let mut server = Server::with(&["server.shutdown_timeout=600"]);
+    let mut server = Server::slow(&["server.shutdown_timeout=600"]);
     let _running = server.begin("/generate", &long(4000));
     server.signal(libc::SIGTERM);
     server.wait_for_line("SIGTERM");

@@ -79,7 +79,18 @@ impl Server {
 
     /// A server with further `KEY=VALUE` settings.
     pub fn with(settings: &[&str]) -> Self {
-        let model = tiny_model();
+        Self::serving(tiny_model(), settings)
+    }
+
+    /// A server whose model takes a millisecond or more a token, so that a long request surely still runs when the
+    /// test does the next thing.
+    pub fn slow(settings: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        TinyModel { layers: 12, ..TinyModel::wide(TinyKind::Llama) }.write_hf(dir.path()).unwrap();
+        Self::serving(dir, settings)
+    }
+
+    fn serving(model: tempfile::TempDir, settings: &[&str]) -> Self {
         let path = format!("model.path={}", model.path().display());
         let mut args = vec!["serve", "--set", "server.port=0", "--set", &path];
         for setting in ["cache.device_tokens=4096", "cache.host_tokens=4096", "model.name=tiny"] {
