@@ -65,6 +65,10 @@ impl<'a> Transfer<'a> {
             entry.store(status.raw(), Ordering::Release);
         }
     }
+    /// Every page of this transfer. Not for everybody: two pages with the same bytes must not be handed out.
+    pub(crate) fn into_pages<M>(self) -> impl Iterator<Item = Page<'a, M>> {
+        (0..self.len()).map(move |index| Page { transfer: self.clone(), index, mode: PhantomData })
+    }
     /// What was written for page `index`.
     pub fn status(&self, index: usize) -> PageStatus {
         self.statuses.get(index).map_or(PageStatus::Failed, |entry| PageStatus::from_raw(entry.load(Ordering::Acquire)))
@@ -104,10 +108,7 @@ impl<'a, M> Batch<'a, M> {
 
     /// Every page of every pool, each once. The pages may be spread over threads that end before the call returns.
     pub fn into_pages(self) -> impl Iterator<Item = Page<'a, M>> {
-        self.transfers.into_iter().flat_map(|transfer| {
-            let count = transfer.len();
-            (0..count).map(move |index| Page { transfer: transfer.clone(), index, mode: PhantomData })
-        })
+        self.transfers.into_iter().flat_map(Transfer::into_pages)
     }
 }
 

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::backend::Backend;
-use crate::batch::Transfer;
+use crate::batch::{Get, Page, Set, Transfer};
 use crate::call::{Call, Chain};
 use crate::exists::Exists;
 use crate::{Error, ErrorKind, Host, ReadyKind, Result};
@@ -15,9 +15,22 @@ pub struct Load {
     /// Number of the request.
     pub request: u64,
     /// The pools' parts.
-    pub transfers: Vec<Transfer<'static>>,
+    pub(crate) transfers: Vec<Transfer<'static>>,
     /// The part of the chain that the load is about.
     pub chain: Chain<'static>,
+}
+
+impl Load {
+    /// The parts by pool.
+    pub fn transfers(&self) -> &[Transfer<'static>] {
+        &self.transfers
+    }
+
+    /// Every page of every pool, each once, to be filled. They may be spread over threads, and may be touched until the load is finished or
+    /// cancelled.
+    pub fn into_pages(self) -> impl Iterator<Item = Page<'static, Get>> {
+        self.transfers.into_iter().flat_map(Transfer::into_pages)
+    }
 }
 
 /// The start of a batch of loads.
@@ -78,13 +91,25 @@ pub struct Offload {
     /// Deadline in nanoseconds of CLOCK_MONOTONIC; 0 for never.
     pub deadline_ns: u64,
     /// The pools' parts.
-    pub transfers: Vec<Transfer<'static>>,
+    pub(crate) transfers: Vec<Transfer<'static>>,
     /// What to wait for before a page is read.
     pub ready: Vec<Ready>,
     /// The part of the chain that the operation is about.
     pub chain: Chain<'static>,
     /// Session that the request names, or empty.
     pub session_id: String,
+}
+
+impl Offload {
+    /// The parts by pool.
+    pub fn transfers(&self) -> &[Transfer<'static>] {
+        &self.transfers
+    }
+
+    /// Every page of every pool, to be read once `ready` says so, until the offload is popped.
+    pub fn pages(&self) -> impl Iterator<Item = Page<'static, Set>> {
+        self.transfers.iter().cloned().flat_map(Transfer::into_pages)
+    }
 }
 
 /// A completed offload.

@@ -111,11 +111,11 @@ pub(super) unsafe extern "C" fn capabilities<B: Backend>(
 
 fn check_kinds<B>(instance: &Instance<B>, pool: &Pool) -> Result<()> {
     if pool.is_logical() && !instance.capabilities.logical_pools {
-        return Err(Error::unsupported(&format!("logical pools (pool {})", pool.name())));
+        return Err(Error::unsupported(&format!("logical pools (pool {} ({}))", pool.id(), pool.name())));
     }
     if pool.regions().iter().any(|region| region.memory_kind == MemoryKind::Cuda) && !instance.capabilities.cuda_memory
     {
-        return Err(Error::unsupported(&format!("device memory (pool {})", pool.name())));
+        return Err(Error::unsupported(&format!("device memory (pool {} ({}))", pool.id(), pool.name())));
     }
     Ok(())
 }
