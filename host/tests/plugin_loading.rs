@@ -1,5 +1,7 @@
 //! Finding, refusing and mapping plugin files. Wrong files are made from the real file plugin by changing its bytes.
 
+#![allow(clippy::unwrap_used)] // Also in the helpers, which the lint does not take for tests.
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,7 @@
 //! Attach, replace and detach of the real file plugin, against a stand-in for the cache.
 
+#![allow(clippy::unwrap_used)] // Also in the helpers, which the lint does not take for tests.
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,6 +25,7 @@ struct Sink {
     in_use: Mutex<Vec<Arc<dyn StorageBackend>>>,
     policies: Mutex<(String, String)>,
     emptied: Mutex<Vec<String>>,
+    threshold: Mutex<Option<usize>>,
 }
 
 impl Sink {
@@ -56,9 +59,11 @@ impl Sink {
             in_use: Mutex::default(),
             policies: Mutex::new(("timeout".into(), "write_through".into())),
             emptied: Mutex::default(),
+            threshold: Mutex::default(),
         })
     }
 
+    #[allow(clippy::mut_from_ref)] // The pool is memory outside of Rust's borrow rules; the tests keep to one thread a page.
     fn page(&self, page: usize) -> &mut [u8] {
         assert!(page < PAGES);
         // SAFETY: inside the mapping; the tests use a page from one thread at a time.
@@ -99,13 +104,14 @@ impl BackendSink for Sink {
     fn policies(&self) -> (String, String) {
         self.policies.lock().unwrap().clone()
     }
-    fn check_policies(&self, prefetch: Option<&str>, _: Option<&str>) -> Result<(), String> {
-        if prefetch == Some("never") { Err("\"never\" is no prefetch policy".into()) } else { Ok(()) }
+    fn check_policies(&self, change: &PolicyChange) -> Result<(), String> {
+        if change.prefetch.as_deref() == Some("never") { Err("\"never\" is no prefetch policy".into()) } else { Ok(()) }
     }
-    fn set_policies(&self, prefetch: Option<&str>, write: Option<&str>) {
+    fn set_policies(&self, change: &PolicyChange) {
         let mut policies = self.policies.lock().unwrap();
-        prefetch.map(|p| policies.0 = p.into());
-        write.map(|w| policies.1 = w.into());
+        let (prefetch, write) = policies.clone();
+        *policies = (change.prefetch.clone().unwrap_or(prefetch), change.write.clone().unwrap_or(write));
+        *self.threshold.lock().unwrap() = change.prefetch_threshold;
     }
 }
 
@@ -300,6 +306,11 @@ fn policies_change_with_an_attach() {
     manager.attach(attach).unwrap();
     let status = manager.status();
     assert_eq!((status.prefetch_policy.as_str(), status.write_policy.as_str()), ("timeout", "write_back"));
+    let dir = store.path().to_str().unwrap();
+    let config = json!({"dir": dir, "prefetch_threshold": 32, "write_policy": "write_through_selective"});
+    manager.attach(request("file", Some(config))).unwrap();
+    assert_eq!(manager.status().write_policy, "write_through_selective");
+    assert_eq!(*sink.threshold.lock().unwrap(), Some(32));
     assert!(manager.shut_down());
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::cache::{PolicyUpdate, PrefetchPolicy, StorageHandle, WritePolicy};
-use crate::plugin::backend::{BackendSink, HostPoolDescription, StorageBackend};
+use crate::plugin::backend::{BackendSink, HostPoolDescription, PolicyChange, StorageBackend};
 
 /// Passes backends and policies to the cache, and remembers the policies in use.
 pub(super) struct CacheSink {
@@ -20,12 +20,14 @@ impl CacheSink {
     }
 }
 
-fn parse(prefetch: Option<&str>, write: Option<&str>) -> Result<PolicyUpdate, String> {
+fn parse(change: &PolicyChange) -> Result<PolicyUpdate, String> {
     let wrong = |error: crate::cache::CacheError| error.to_string();
     Ok(PolicyUpdate {
-        prefetch_policy: prefetch.map(str::parse).transpose().map_err(wrong)?,
-        write_policy: write.map(str::parse).transpose().map_err(wrong)?,
-        ..PolicyUpdate::default()
+        prefetch_policy: change.prefetch.as_deref().map(str::parse).transpose().map_err(wrong)?,
+        write_policy: change.write.as_deref().map(str::parse).transpose().map_err(wrong)?,
+        prefetch_threshold: change.prefetch_threshold,
+        prefetch_timeout_base: change.prefetch_timeout_base,
+        prefetch_timeout_per_ki_token: change.prefetch_timeout_per_ki_token,
     })
 }
 
@@ -51,13 +53,13 @@ impl BackendSink for CacheSink {
         (prefetch.to_string(), write.to_string())
     }
 
-    fn check_policies(&self, prefetch: Option<&str>, write: Option<&str>) -> Result<(), String> {
-        parse(prefetch, write).map(drop)
+    fn check_policies(&self, change: &PolicyChange) -> Result<(), String> {
+        parse(change).map(drop)
     }
 
-    fn set_policies(&self, prefetch: Option<&str>, write: Option<&str>) {
+    fn set_policies(&self, change: &PolicyChange) {
         // `check_policies` let only those pass that can be read.
-        let Ok(update) = parse(prefetch, write) else { return };
+        let Ok(update) = parse(change) else { return };
         let mut policies = self.policies.lock();
         policies.0 = update.prefetch_policy.unwrap_or(policies.0);
         policies.1 = update.write_policy.unwrap_or(policies.1);

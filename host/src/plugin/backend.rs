@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 pub use kvdock_plugin_api::{ErrorKind, PageStatus};
 
+pub use super::policies::PolicyChange;
+
 /// SHA-256 digest of a page's hash chain (see `cache::hash`).
 pub type PageKey = [u8; 32];
 
@@ -266,11 +268,11 @@ pub trait BackendSink: Send + Sync {
     fn emptied(&self, name: &str);
     /// Names of the prefetch and the write policy in use.
     fn policies(&self) -> (String, String);
-    /// Whether policies of these names could be set.
+    /// Whether these policies could be set.
     ///
     /// # Errors
     /// Says why not.
-    fn check_policies(&self, prefetch: Option<&str>, write: Option<&str>) -> Result<(), String>;
-    /// Sets policies that `check_policies` let pass; the rest stays.
-    fn set_policies(&self, prefetch: Option<&str>, write: Option<&str>);
+    fn check_policies(&self, change: &PolicyChange) -> Result<(), String>;
+    /// Sets policies that `check_policies` let pass.
+    fn set_policies(&self, change: &PolicyChange);
 }

@@ -153,7 +153,7 @@ fn needs(bytes: &[u8]) -> Option<Needs> {
             entries.extend_from_slice(dynamic);
         }
     }
-    let value = |tag: u64| entries.iter().find(|e| u64::from(e.d_tag(endian).0 as u64) == tag).map(|e| e.d_val(endian));
+    let value = |tag: u64| entries.iter().find(|e| e.d_tag(endian).0 as u64 == tag).map(|e| e.d_val(endian));
     let (address, size) = (value(elf::DT_STRTAB.0 as u64)?, value(elf::DT_STRSZ.0 as u64)?);
     let strings = file
         .elf_program_headers()

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Map, Value};
 
 use super::admin::{AdminError, AttachMode, AttachRequest, BackendStatus, StorageAdmin, StorageStatus};
-use super::backend::{BackendSink, CallOptions, StorageBackend};
+use super::backend::{BackendSink, CallOptions, PolicyChange, StorageBackend};
+use super::discover::find;
 use super::host_table::PluginMetric;
 use super::identity::WorkerIdentity;
 use super::instance::Instance;
@@ -247,18 +248,22 @@ impl StorageAdmin for PluginManager {
             }
         };
         let table = self.shared.config.table(&name);
-        let table = match &request.config {
+        let mut table = match &request.config {
             Some(over) => table.overlaid(over).map_err(AdminError::new)?,
             None => table,
         };
-        self.shared
-            .sink
-            .check_policies(request.prefetch_policy.as_deref(), request.write_policy.as_deref())
-            .map_err(AdminError::new)?;
+        let mut change = PolicyChange {
+            prefetch: request.prefetch_policy.clone(),
+            write: request.write_policy.clone().or_else(|| table.write_policy.clone()),
+            ..PolicyChange::default()
+        };
+        let plugin = find(&table.plugin, &self.shared.folders).map_err(AdminError::new)?;
+        change.take_from(&mut table.own, &plugin.note.config_schema).map_err(AdminError::new)?;
+        self.shared.sink.check_policies(&change).map_err(AdminError::new)?;
         let new = self.shared.bring_up(table)?;
         let new_instance = new.instance.clone();
         // From here on nothing fails.
-        self.shared.sink.set_policies(request.prefetch_policy.as_deref(), request.write_policy.as_deref());
+        self.shared.sink.set_policies(&change);
         self.shared.sink.attached(new_instance.clone());
         let retired = {
             let mut attached = lock(&self.shared.attached);

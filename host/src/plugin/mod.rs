@@ -19,6 +19,7 @@ mod instance_tests;
 pub mod library;
 pub mod manager;
 pub mod open;
+mod policies;
 mod pool_desc;
 pub mod refusal;
 pub mod schema;
