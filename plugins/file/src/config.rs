@@ -34,7 +34,7 @@ pub const SCHEMA: &str = r#"{
     },
     "io": {
       "enum": ["auto", "io_uring", "threads"],
-      "description": "What moves the bytes. auto takes what was measured to be faster. Default: auto."
+      "description": "What moves the bytes. auto takes threads, which were measured to be faster. Default: auto."
     },
     "io_threads": {
       "type": "integer", "minimum": 1, "maximum": 256,

@@ -108,7 +108,7 @@ impl Store {
                 std::thread::sleep(PEER_WAIT);
                 continue;
             };
-            if self.evict(root, excess.saturating_add(self.slack())) == 0 {
+            if self.evict(root, excess.saturating_add(self.slack())) == 0 && !self.squeeze(root) {
                 return Err(self.no_room(root, more));
             }
         }

@@ -3,7 +3,7 @@
 use kvdock_plugin_api::{Exists, HitPolicy, PageStatus, Result};
 use rustix::fs::{AtFlags, FileType};
 
-use crate::format::TRAILER_LEN;
+use crate::format::file_len;
 use crate::index::{PageId, Place};
 use crate::names;
 use crate::root::{Root, now_seconds};
@@ -18,20 +18,20 @@ impl Store {
         let root = self.root();
         let keys = exists.keys();
         let call = *exists.call();
-        let queries: Vec<(HitPolicy, PoolInfo)> = exists
+        call.check()?;
+        let queries: Vec<(HitPolicy, usize, PoolInfo)> = exists
             .pools()
             .iter()
-            .map(|query| Ok((query.hit_policy, self.pool(&query.pool)?)))
+            .map(|query| Ok((query.hit_policy, query.held_pages, self.pool(&query.pool)?)))
             .collect::<Result<_>>()?;
         // Beyond the first missing page of a pool that needs all pages nothing can be restored, whatever the other pools hold.
         let mut end = keys.len();
         let mut looked = false;
         let needs_all = |policy: HitPolicy| policy == HitPolicy::AllPages;
         for all in [true, false] {
-            for (number, (policy, info)) in
-                queries.iter().enumerate().filter(|(_, (policy, _))| needs_all(*policy) == all)
-            {
-                for (at, key) in keys.iter().enumerate().take(end) {
+            let of_round = queries.iter().enumerate().filter(|(_, (policy, _, _))| needs_all(*policy) == all);
+            for (number, (policy, held, info)) in of_round {
+                for (at, key) in keys.iter().enumerate().take(end).skip(*held) {
                     if at % CHECK_EVERY == 0 {
                         call.check()?;
                     }
@@ -41,8 +41,7 @@ impl Store {
                             |known| matches!(known.place, Place::Pack(place) if place.len == info.page_bytes),
                         )
                     } else {
-                        self.known(&id)
-                            .is_some_and(|known| known.place == Place::File(info.page_bytes + TRAILER_LEN as u64))
+                        self.known(&id).is_some_and(|known| known.place == Place::File(file_len(info.page_bytes)))
                             || self.find_file(&root, &id, info)
                     };
                     exists.set(number, at, if there { PageStatus::Ok } else { PageStatus::Missing });
@@ -58,7 +57,7 @@ impl Store {
 
     /// Looks on the disk for a page that is not believed to be there.
     fn find_file(&self, root: &Root, id: &PageId, info: &PoolInfo) -> bool {
-        let bytes = info.page_bytes + TRAILER_LEN as u64;
+        let bytes = file_len(info.page_bytes);
         let path = names::page(&id.key, &info.tag.text);
         let Ok(stat) = rustix::fs::statat(&root.namespace, path.as_cstr(), AtFlags::SYMLINK_NOFOLLOW) else {
             return false;

@@ -6,6 +6,14 @@ use crate::names::{TAG_MAX, is_tag};
 
 /// Bytes of the trailer that ends a page's file.
 pub const TRAILER_LEN: usize = 128;
+/// A page's file is a multiple of this long, so that it can be written past the page cache.
+pub const BLOCK: usize = 4096;
+
+/// Bytes of the file of a page with so many bytes of payload: payload, zeros, trailer.
+pub fn file_len(payload: u64) -> u64 {
+    (payload + TRAILER_LEN as u64).next_multiple_of(BLOCK as u64)
+}
+
 const TRAILER_MAGIC: [u8; 8] = *b"KVDOCKP1";
 
 /// Bytes of a group's head in a pack.

@@ -11,7 +11,7 @@ use std::time::Instant;
 use kvdock_plugin_api::{Batch as Pages, Error, ErrorKind, Get, PageStatus, Result, Transfer};
 use parking_lot::Mutex;
 
-use crate::format::{TRAILER_LEN, Trailer};
+use crate::format::{BLOCK, TRAILER_LEN, Trailer, file_len};
 use crate::index::{PackPlace, PageId, Place};
 use crate::io::{Batch, Op, Pieces};
 use crate::names;
@@ -19,8 +19,8 @@ use crate::pack::crc_of;
 use crate::root::{Root, now_seconds};
 use crate::store::Store;
 
-/// Room for a trailer and one byte more, by which a file that is too long is noticed.
-type TrailerRoom = UnsafeCell<[u8; TRAILER_LEN + 1]>;
+/// Room for what follows the payload in a file, and one byte more, by which a file that is too long is noticed.
+type TrailerRoom = UnsafeCell<[u8; BLOCK + TRAILER_LEN]>;
 
 /// A page that is to be read.
 struct Item<'a> {
@@ -52,6 +52,8 @@ struct Reads<'a> {
     read: Mutex<Vec<PageId>>,
     corrupt: Mutex<Vec<(PageId, Option<PackPlace>, String)>>,
     gone: Mutex<Vec<PageId>>,
+    /// Items whose copy in a pack is dead; there may be a younger one.
+    dead: Mutex<Vec<usize>>,
     error: Mutex<Option<io::Error>>,
 }
 
@@ -96,14 +98,14 @@ impl<'a> Batch<'a> for Reads<'a> {
             }
             (Some(Job::Run { file, items, .. }), Ok(read)) => {
                 let mut end = 0;
-                for (item, place) in self.run(items) {
+                for (number, item, place) in self.run(items) {
                     end += place.len as usize;
-                    let status = self.check_packed(item, place, *file, read >= end);
+                    let status = self.check_packed(number, item, place, *file, read >= end);
                     item.transfer.finish(item.number, status);
                 }
             }
             (Some(Job::Run { items, .. }), Err(error)) => {
-                for (item, _) in self.run(items) {
+                for (_, item, _) in self.run(items) {
                     item.transfer.finish(item.number, self.failed(item, io::Error::from(error.kind())));
                 }
                 self.error.lock().get_or_insert(error);
@@ -114,9 +116,9 @@ impl<'a> Batch<'a> for Reads<'a> {
 }
 
 impl<'a> Reads<'a> {
-    fn run(&self, range: &Range<usize>) -> impl Iterator<Item = (&Item<'a>, &PackPlace)> {
+    fn run(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, &Item<'a>, &PackPlace)> {
         let packed = self.packed.get(range.clone()).unwrap_or_default();
-        packed.iter().filter_map(|(item, place, _)| Some((self.items.get(*item)?, place)))
+        packed.iter().filter_map(|(item, place, _)| Some((*item, self.items.get(*item)?, place)))
     }
 
     fn finish_job(&self, job: &Job, status: PageStatus) {
@@ -126,7 +128,9 @@ impl<'a> Reads<'a> {
                     item.transfer.finish(item.number, status);
                 }
             }
-            Job::Run { items, .. } => self.run(items).for_each(|(item, _)| item.transfer.finish(item.number, status)),
+            Job::Run { items, .. } => {
+                self.run(items).for_each(|(_, item, _)| item.transfer.finish(item.number, status))
+            }
         }
     }
 
@@ -149,14 +153,15 @@ impl<'a> Reads<'a> {
 
     fn check_file(&self, item: &Item<'_>, read: usize, trailer: usize) -> PageStatus {
         let verdict = (|| {
-            let expected = item.len as usize + TRAILER_LEN;
+            let expected = file_len(item.len) as usize;
             if read != expected {
                 let than = if read < expected { "short" } else { "long" };
                 return Err(format!("its file is too {than} for the {expected} bytes it should have"));
             }
             // SAFETY: the operation of this job is done, and no other job has this room.
             let room = self.trailers.get(trailer).map(|room| unsafe { *room.get() });
-            let bytes = room.as_ref().and_then(|room| room.first_chunk()).ok_or("it has no trailer")?;
+            let rest = expected - item.len as usize;
+            let bytes = room.as_ref().and_then(|room| room.get(..rest)?.last_chunk()).ok_or("it has no trailer")?;
             let found = Trailer::decode(bytes)?;
             let owner = (found.namespace, found.key, found.pool, found.len);
             if owner != (self.store.namespace, item.id.key, item.digest, item.len) {
@@ -180,7 +185,7 @@ impl<'a> Reads<'a> {
         }
     }
 
-    fn check_packed(&self, item: &Item<'_>, place: &PackPlace, file: usize, whole: bool) -> PageStatus {
+    fn check_packed(&self, number: usize, item: &Item<'_>, place: &PackPlace, file: usize, whole: bool) -> PageStatus {
         let good = whole && self.list.get(item.pieces.clone()).is_some_and(|list| crc_of(list) == place.crc);
         // A marker has no bytes that would show that it was removed.
         if good && item.len > 0 {
@@ -190,6 +195,7 @@ impl<'a> Reads<'a> {
         let alive = self.files.get(file).is_some_and(|file| self.store.is_alive(file, place).unwrap_or(false));
         if !alive {
             self.store.forget_packed(&item.id, place);
+            self.dead.lock().push(number);
             return PageStatus::Missing;
         }
         if good {
@@ -238,10 +244,29 @@ impl Store {
                 items.push(Item { transfer, number, id, digest: info.tag.digest, len: info.page_bytes, pieces });
             }
         }
-        let trailers: Vec<TrailerRoom> = large.iter().map(|_| UnsafeCell::new([0; TRAILER_LEN + 1])).collect();
+        let mut dead = self.read(&root, batch, &items, &list, small, large)?;
+        if !dead.is_empty() {
+            dead.sort_unstable();
+            // Another process may have removed a page and stored it again elsewhere.
+            self.read(&root, batch, &items, &list, dead, Vec::new())?;
+        }
+        Ok(())
+    }
+
+    /// Reads items, the small and the large ones. Gives those of which the copy that was known is dead.
+    fn read(
+        &self,
+        root: &Root,
+        batch: &Pages<'_, Get>,
+        items: &[Item<'_>],
+        list: &[libc::iovec],
+        small: Vec<usize>,
+        large: Vec<usize>,
+    ) -> Result<Vec<usize>> {
+        let trailers: Vec<TrailerRoom> = large.iter().map(|_| UnsafeCell::new([0; BLOCK + TRAILER_LEN])).collect();
         let mut jobs = Vec::with_capacity(items.len());
         let mut full: Vec<libc::iovec> = Vec::with_capacity(list.len() * 2 + large.len());
-        full.extend_from_slice(&list);
+        full.extend_from_slice(list);
         for (trailer, item) in large.into_iter().enumerate() {
             let Some(page) = items.get(item) else { continue };
             if self.config.ttl.is_some() && self.index.get(&page.id).is_some_and(|known| self.is_expired(known.used)) {
@@ -251,15 +276,15 @@ impl Store {
             let start = full.len();
             full.extend_from_slice(list.get(page.pieces.clone()).unwrap_or_default());
             let room = trailers.get(trailer).map(|room| room.get().cast()).unwrap_or(std::ptr::null_mut());
-            full.push(libc::iovec { iov_base: room, iov_len: TRAILER_LEN + 1 });
+            full.push(libc::iovec { iov_base: room, iov_len: (file_len(page.len) - page.len) as usize + 1 });
             jobs.push(Job::File { item, pieces: start..full.len(), trailer });
         }
         let (mut packed, mut files) = (Vec::new(), Vec::new());
-        self.place_small(&root, batch, &items, small, &mut packed, &mut files);
-        self.run_jobs(&items, &list, &packed, &mut full, &mut jobs);
+        self.place_small(root, batch, items, small, &mut packed, &mut files);
+        self.run_jobs(items, list, &packed, &mut full, &mut jobs);
         let reads = Reads {
             store: self,
-            items: &items,
+            items,
             packed: &packed,
             jobs,
             list: &full,
@@ -270,6 +295,7 @@ impl Store {
             read: Mutex::default(),
             corrupt: Mutex::default(),
             gone: Mutex::default(),
+            dead: Mutex::default(),
             error: Mutex::default(),
         };
         self.engine.run(root.namespace.as_fd(), &reads);
@@ -280,7 +306,7 @@ impl Store {
         }
         let corrupt = std::mem::take(&mut *reads.corrupt.lock());
         if !corrupt.is_empty() {
-            self.drop_corrupt(&root, &corrupt);
+            self.drop_corrupt(root, &corrupt);
         }
         if reads.skipped.load(Ordering::Acquire) {
             batch.call().check()?;
@@ -294,7 +320,8 @@ impl Store {
                 return Err(Error::new(ErrorKind::Unavailable, message).retryable());
             }
         }
-        Ok(())
+        let dead = std::mem::take(&mut *reads.dead.lock());
+        Ok(dead)
     }
 
     /// Notes a use; a page that another process stored is known from now on.
@@ -305,7 +332,7 @@ impl Store {
         let tag = self.index.tag_text(id.tag);
         let info = self.pool_of_tag(&tag).filter(|info| !info.is_small());
         if let Some(info) = info {
-            self.index.insert(*id, Place::File(info.page_bytes + TRAILER_LEN as u64), now);
+            self.index.insert(*id, Place::File(file_len(info.page_bytes)), now);
         }
     }
 

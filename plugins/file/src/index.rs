@@ -153,6 +153,17 @@ impl Index {
         old
     }
 
+    /// Moves a page, if it lies where it is said to lie. Says whether it does.
+    pub fn replace(&self, id: &PageId, from: Place, to: Place, used: u32) -> bool {
+        let mut shard = self.shard(&id.key).write();
+        let Some(slot) = shard.get_mut(id).filter(|slot| slot.place == from) else { return false };
+        slot.place = to;
+        slot.used.fetch_max(used, Ordering::Relaxed);
+        self.count(to, true);
+        self.count(from, false);
+        true
+    }
+
     /// Takes a page out when `condition` holds of what is known of it.
     pub fn remove_if(&self, id: &PageId, condition: impl FnOnce(Known) -> bool) -> Option<Place> {
         let mut shard = self.shard(&id.key).write();

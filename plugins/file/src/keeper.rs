@@ -137,16 +137,20 @@ impl Keeper<'_> {
     fn list_some(&mut self, root: &Root) {
         let began = Instant::now();
         let mut lives = Lives::default();
-        let mut done = 0;
+        let (mut done, mut again) = (0, Vec::new());
         for byte in &self.to_list {
             if began.elapsed() > LISTING {
                 break;
             }
             done += 1;
             // A folder that is not there, or can't be listed, is looked at when it changes.
-            let _ = self.store.list_fan_out(root, *byte, &mut lives);
+            if self.store.list_fan_out(root, *byte, &mut lives).unwrap_or(false) {
+                again.push(*byte);
+            }
         }
         self.to_list.drain(..done);
+        // Not before the next comparison: a page stays fresh for a while.
+        again.iter().for_each(|byte| self.seen[usize::from(*byte)] = None);
     }
 
     fn tidy(&mut self, root: &Root) {

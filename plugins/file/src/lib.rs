@@ -80,6 +80,10 @@ impl Backend for FileBackend {
         Ok(backend)
     }
 
+    fn capabilities(&self, declared: Capabilities) -> Capabilities {
+        Capabilities { shared: self.store.root().is_shared(), ..declared }
+    }
+
     fn register_mem_pool_host(&self, pool: &Pool) -> Result<()> {
         self.store.register(pool)
     }

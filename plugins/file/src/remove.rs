@@ -1,5 +1,6 @@
 //! Removing pages, and everything.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
 
@@ -22,14 +23,12 @@ impl Store {
             let info = self.pool(transfer.pool())?;
             let mut packed: Vec<(PageId, PackPlace)> = Vec::new();
             let mut numbers = Vec::new();
-            let mut looked = false;
+            let (mut looked, mut opened) = (false, HashMap::new());
             for (number, key) in transfer.keys().iter().enumerate() {
                 batch.call().check()?;
                 let id = PageId { key: *key, tag: info.tag_number };
                 if info.is_small() {
-                    self.known_small(&root, &id, &mut looked, batch.call());
-                    // Also one whose time is over.
-                    let Some(Place::Pack(place)) = self.index.get(&id).map(|known| known.place) else {
+                    let Some(place) = self.living_place(&root, &id, &mut looked, batch.call(), &mut opened) else {
                         transfer.finish(number, PageStatus::Missing);
                         continue;
                     };

@@ -78,19 +78,41 @@ impl Root {
         std::fs::create_dir_all(path)?;
         let dir: OwnedFd = std::fs::File::open(path)?.into();
         check_marker(dir.as_fd())?;
-        make_folder(dir.as_fd(), OWNERS)?;
         let folder = names::namespace_folder(namespace);
-        let made = make_folder(dir.as_fd(), &folder)?;
-        let inside = open_folder(dir.as_fd(), folder.as_str())?;
-        for name in ["p", "packs"] {
-            make_folder(inside.as_fd(), name)?;
-        }
-        if made {
-            publish(inside.as_fd(), "namespace.json", namespace_json)?;
-            rustix::fs::fsync(&inside)?;
-            rustix::fs::fsync(&dir)?;
-        }
+        let inside = match open_folder(dir.as_fd(), folder.as_str()) {
+            // Nothing is written here: what is stored can be read also from a full or read-only disk.
+            Ok(inside) => inside,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                make_folder(dir.as_fd(), &folder)?;
+                let inside = open_folder(dir.as_fd(), folder.as_str())?;
+                publish(inside.as_fd(), "namespace.json", namespace_json)?;
+                rustix::fs::fsync(&inside)?;
+                rustix::fs::fsync(&dir)?;
+                inside
+            }
+            Err(error) => return Err(error),
+        };
         Ok(Root { dir, namespace: inside, fan_out: (0..256).map(|_| AtomicBool::new(false)).collect() })
+    }
+
+    /// Whether other hosts can reach the directory: by the kind of its file system.
+    pub fn is_shared(&self) -> bool {
+        // NFS, SMB (three), Ceph, Lustre, GPFS, FUSE and virtiofs, OCFS2, GFS2, 9P, AFS.
+        const NETWORK: [u32; 12] = [
+            0x6969,
+            0x517b,
+            0xfe53_4d42,
+            0xff53_4d42,
+            0x00c3_6400,
+            0x0bd0_0bd0,
+            0x4750_4653,
+            0x6573_5546,
+            0x7461_636f,
+            0x0116_1970,
+            0x0102_1997,
+            0x5346_414f,
+        ];
+        rustix::fs::fstatfs(&self.dir).is_ok_and(|stat| NETWORK.contains(&(stat.f_type as u32)))
     }
 
     /// Whether the folder of the namespace still has a name.
@@ -103,6 +125,11 @@ impl Root {
         let there = rustix::fs::stat(path.join(names::namespace_folder(namespace)));
         let here = rustix::fs::fstat(&self.namespace);
         matches!((there, here), (Ok(there), Ok(here)) if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino))
+    }
+
+    /// Makes the folders of pages and packs.
+    pub fn need_folders(&self) -> io::Result<()> {
+        ["p", "packs"].iter().try_for_each(|name| make_folder(self.namespace.as_fd(), name).map(drop))
     }
 
     /// Makes the fan-out folder for keys that start with `byte`, unless it is known to exist. Says whether it was made.
@@ -189,11 +216,9 @@ pub enum Liveness {
 }
 
 impl Owner {
-    /// Takes a number and its lock.
-    pub fn new(root: &Root) -> io::Result<Owner> {
-        let owner = Owner { id: new_id(), file: Mutex::new(None) };
-        owner.ensure(root)?;
-        Ok(owner)
+    /// Takes a number; its lock comes with [`Owner::ensure`].
+    pub fn new() -> Owner {
+        Owner { id: new_id(), file: Mutex::new(None) }
     }
 
     /// The number: 16 hex digits.
@@ -205,7 +230,7 @@ impl Owner {
         format!("{OWNERS}/{id}")
     }
 
-    /// Makes the lock file again when it has vanished.
+    /// Takes the lock, or makes its file again when it has vanished.
     pub fn ensure(&self, root: &Root) -> io::Result<()> {
         let mut held = self.file.lock();
         let there = rustix::fs::statat(&root.dir, Owner::path(&self.id), AtFlags::empty());

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType};
 
 use crate::config::Durability;
-use crate::format::{ENTRY_LEN, TRAILER_LEN, Trailer};
+use crate::format::{BLOCK, ENTRY_LEN, TRAILER_LEN, Trailer, file_len};
 use crate::health::{classify, explain};
 use crate::index::{PageId, Place};
 use crate::io::{Batch, Op, Pieces};
@@ -25,10 +25,31 @@ use crate::store::{PoolInfo, Store};
 struct FileWrite {
     id: PageId,
     number: usize,
-    /// Its pieces in the list, the trailer last.
+    /// Its pieces in the list; `whole` of them are written from where they lie, and the end of the file after them from a buffer: the rest of
+    /// the payload, zeros, the trailer.
     pieces: Range<usize>,
-    payload: u64,
-    crc: AtomicU32,
+    whole: usize,
+    /// Its pieces as they are written, in the other list.
+    written: Range<usize>,
+    /// The file can be written past the page cache.
+    direct: bool,
+}
+
+/// A block that may be written past the page cache.
+#[repr(C, align(4096))]
+struct Block(#[allow(dead_code, reason = "only its address is used")] [u8; BLOCK]);
+
+/// Most bytes of a page that are copied so that it can be written past the page cache.
+const COPY_MOST: usize = 64 << 10;
+
+/// How many of the pieces of a page are written from where they lie, and whether that can go past the page cache. Pieces that do not lie
+/// at blocks are copied when they are few bytes (such as the host's seal); otherwise the page goes through the page cache.
+fn plan(pieces: &[libc::iovec], durable: bool) -> (usize, bool) {
+    let aligned =
+        |piece: &&libc::iovec| (piece.iov_base as usize).is_multiple_of(BLOCK) && piece.iov_len.is_multiple_of(BLOCK);
+    let whole = pieces.iter().take_while(aligned).count();
+    let rest: usize = pieces.iter().skip(whole).map(|piece| piece.iov_len).sum();
+    if durable && rest <= COPY_MOST { (whole, true) } else { (pieces.len(), false) }
 }
 
 struct Writes<'a> {
@@ -40,7 +61,7 @@ struct Writes<'a> {
     tag: &'a str,
     pages: &'a [FileWrite],
     list: &'a [libc::iovec],
-    trailers: &'a [std::cell::UnsafeCell<[u8; TRAILER_LEN]>],
+    written_list: &'a [libc::iovec],
     written: u64,
     skipped: AtomicBool,
     /// Fan-out folders with new names, and whether there are new folders.
@@ -51,7 +72,7 @@ struct Writes<'a> {
     error: Mutex<Option<io::Error>>,
 }
 
-// SAFETY: a trailer belongs to one page, which is started and done once, one after the other.
+// SAFETY: a page's buffer belongs to it alone, and it is started and done once, one after the other; source pages are only read.
 unsafe impl Sync for Writes<'_> {}
 
 impl<'a> Batch<'a> for Writes<'a> {
@@ -74,27 +95,27 @@ impl<'a> Batch<'a> for Writes<'a> {
                 return None;
             }
         };
-        let (payload, trailer) = (page.pieces.start..page.pieces.end - 1, self.trailers.get(index)?);
-        page.crc.store(crc_of(self.list.get(payload)?), Ordering::Release);
-        let bytes = Trailer {
+        let payload = self.list.get(page.pieces.clone())?;
+        let trailer = Trailer {
             namespace: self.store.namespace,
             key: page.id.key,
             pool: self.info.tag.digest,
-            len: page.payload,
-            crc: page.crc.load(Ordering::Acquire),
+            len: self.info.page_bytes,
+            crc: crc_of(payload),
             written: self.written,
         }
         .encode();
-        // SAFETY: the room is this page's, and its operation has not started.
-        unsafe { *trailer.get() = bytes };
+        let written = self.written_list.get(page.written.clone())?;
+        fill_end(written.last()?, payload.get(page.whole..)?, &trailer);
         let number = self.store.temp_number.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the pieces are source pages of this call, which nobody writes until it returns, and this page's trailer.
-        let pieces = unsafe { Pieces::new(self.list.get(page.pieces.clone())?) };
+        // SAFETY: the pieces are source pages of this call, which nobody writes until it returns, and this page's buffer.
+        let pieces = unsafe { Pieces::new(written) };
         Some(Op::WriteFile {
             temp: names::temp(&page.id.key, self.store.owner.id(), number),
             path: names::page(&page.id.key, self.tag),
             pieces,
             sync: self.store.config.durability == Durability::Batch,
+            direct: page.direct,
         })
     }
 
@@ -116,6 +137,24 @@ impl<'a> Batch<'a> for Writes<'a> {
                 self.error.lock().get_or_insert(error);
             }
         }
+    }
+}
+
+/// Fills the buffer at the end of a page's file: what of the payload is copied, zeros (the buffer has them), the trailer.
+fn fill_end(end: &libc::iovec, copied: &[libc::iovec], trailer: &[u8; TRAILER_LEN]) {
+    // SAFETY: the buffer is this page's alone and no operation on it has started; it is longer than what is copied and the trailer (`file_len`).
+    let end = unsafe { std::slice::from_raw_parts_mut(end.iov_base.cast::<u8>(), end.iov_len) };
+    let mut at = 0;
+    for piece in copied.iter().filter(|piece| piece.iov_len > 0) {
+        // SAFETY: a piece of a source page, which lives until the call returns and is not written.
+        let bytes = unsafe { std::slice::from_raw_parts(piece.iov_base.cast::<u8>().cast_const(), piece.iov_len) };
+        if let Some(to) = end.get_mut(at..at + bytes.len()) {
+            to.copy_from_slice(bytes);
+        }
+        at += bytes.len();
+    }
+    if let Some(to) = end.last_chunk_mut() {
+        *to = *trailer;
     }
 }
 
@@ -178,7 +217,7 @@ impl Store {
     }
 
     /// The error for the host, and the state of the store, after a write failed.
-    fn write_failed(&self, error: &io::Error, bytes: u64) -> Error {
+    pub fn write_failed(&self, error: &io::Error, bytes: u64) -> Error {
         let error = Error::new(classify(error).0, format!("{}: {}", self.config.dir.display(), explain(error)));
         self.health.fail(error.clone(), bytes);
         error.retryable()
@@ -189,7 +228,8 @@ impl Store {
         let mut twins = Vec::new();
         let mut first: HashMap<[u8; 32], usize> = HashMap::with_capacity(transfer.len());
         let segments = transfer.pool().segments().len();
-        let mut list = Vec::with_capacity(transfer.len() * (segments + 1));
+        let mut list = Vec::with_capacity(transfer.len() * segments);
+        let durable = self.config.durability == Durability::Batch;
         let mut synced = Vec::new();
         let now = now_seconds();
         for (number, (key, page)) in transfer.keys().iter().zip(transfer.pages()).enumerate() {
@@ -211,16 +251,10 @@ impl Store {
                 let (base, len) = transfer.pool().piece(*page, segment)?;
                 list.push(libc::iovec { iov_base: base.cast(), iov_len: len });
             }
-            list.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: TRAILER_LEN });
-            pages.push(FileWrite {
-                id,
-                number,
-                pieces: start..list.len(),
-                payload: info.page_bytes,
-                crc: AtomicU32::new(0),
-            });
+            let (whole, direct) = plan(list.get(start..).unwrap_or_default(), durable);
+            pages.push(FileWrite { id, number, pieces: start..list.len(), whole, written: 0..0, direct });
         }
-        let result = self.write_files(root, call, transfer, info, pages, &mut list, now, synced);
+        let result = self.write_files(root, call, transfer, info, pages, &list, now, synced);
         twins.iter().for_each(|(number, twin)| transfer.finish(*number, transfer.status(*twin)));
         result
     }
@@ -229,7 +263,7 @@ impl Store {
     fn is_stored(&self, root: &Root, id: &PageId, info: &PoolInfo) -> Option<bool> {
         let path = names::page(&id.key, &info.tag.text);
         let stat = rustix::fs::statat(&root.namespace, path.as_cstr(), AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        let bytes = info.page_bytes + TRAILER_LEN as u64;
+        let bytes = file_len(info.page_bytes);
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || stat.st_size as u64 != bytes {
             return None;
         }
@@ -251,11 +285,11 @@ impl Store {
         transfer: &Transfer<'_>,
         info: &PoolInfo,
         mut pages: Vec<FileWrite>,
-        list: &mut [libc::iovec],
+        list: &[libc::iovec],
         now: u64,
         synced: Vec<names::Name>,
     ) -> Result<()> {
-        let page_bytes = info.page_bytes + TRAILER_LEN as u64;
+        let page_bytes = file_len(info.page_bytes);
         let (fits, admitted) = self.admit(page_bytes, pages.len(), call);
         pages.iter().skip(fits).for_each(|page| transfer.finish(page.number, PageStatus::Refused));
         pages.truncate(fits);
@@ -270,12 +304,8 @@ impl Store {
                 }
                 None => root,
             };
-            let trailers: Vec<_> = pages.iter().map(|_| std::cell::UnsafeCell::new([0; TRAILER_LEN])).collect();
-            for (page, trailer) in pages.iter().zip(&trailers) {
-                if let Some(piece) = list.get_mut(page.pieces.end - 1) {
-                    piece.iov_base = trailer.get().cast();
-                }
-            }
+            let mut ends = Vec::new();
+            let written_list = written_list(&mut pages, list, page_bytes, &mut ends);
             let writes = Writes {
                 store: self,
                 root,
@@ -285,7 +315,7 @@ impl Store {
                 tag: &info.tag.text,
                 pages: &pages,
                 list,
-                trailers: &trailers,
+                written_list: &written_list,
                 written: now,
                 skipped: AtomicBool::new(false),
                 folders: (0..256).map(|_| AtomicBool::new(false)).collect(),
@@ -347,17 +377,12 @@ impl Store {
                 continue;
             }
             first.insert(*key, number);
-            if let Some(Place::Pack(place)) = self.known_small(root, &id, &mut looked, call).map(|known| known.place)
-                && place.len == info.page_bytes
-            {
-                // Belief is not enough for saying that a page is stored.
-                let file = opened.entry(place.pack).or_insert_with(|| self.open_pack(root, place.pack, false).ok());
-                if file.as_ref().is_some_and(|file| self.is_alive(file, &place).unwrap_or(false)) {
-                    self.index.touch(&id, now);
-                    transfer.finish(number, PageStatus::Ok);
-                    continue;
-                }
-                self.forget_packed(&id, &place);
+            // Belief is not enough for saying that a page is stored.
+            let place = self.living_place(root, &id, &mut looked, call, &mut opened);
+            if place.is_some_and(|place| place.len == info.page_bytes) {
+                self.index.touch(&id, now);
+                transfer.finish(number, PageStatus::Ok);
+                continue;
             }
             let start = list.len();
             for segment in 0..transfer.pool().segments().len() {
@@ -365,7 +390,14 @@ impl Store {
                 list.push(libc::iovec { iov_base: base.cast(), iov_len: len });
             }
             let pieces = start..list.len();
-            pages.push(SmallWrite { id, len: info.page_bytes, pieces, crc: AtomicU32::new(0), number });
+            pages.push(SmallWrite {
+                id,
+                len: info.page_bytes,
+                pieces,
+                crc: AtomicU32::new(0),
+                number,
+                moved_from: None,
+            });
         }
         let result = self.append_small(root, call, transfer, info, &pages, &list);
         twins.iter().for_each(|(number, twin)| transfer.finish(*number, transfer.status(*twin)));
@@ -403,6 +435,32 @@ impl Store {
         }
         Err(self.write_failed(&error, page_bytes))
     }
+}
+
+/// The pieces of the files of pages: pieces of the payload, and a buffer at the end, which lies in `ends`.
+fn written_list(
+    pages: &mut [FileWrite],
+    list: &[libc::iovec],
+    file_bytes: u64,
+    ends: &mut Vec<Block>,
+) -> Vec<libc::iovec> {
+    let end_of = |page: &FileWrite| {
+        let whole = list.get(page.pieces.clone()).unwrap_or_default().iter().take(page.whole);
+        file_bytes as usize - whole.map(|piece| piece.iov_len).sum::<usize>()
+    };
+    let blocks = pages.iter().map(|page| end_of(page).div_ceil(BLOCK)).sum();
+    ends.resize_with(blocks, || Block([0; BLOCK]));
+    let base: *mut u8 = ends.as_mut_ptr().cast();
+    let (mut written, mut block) = (Vec::with_capacity(list.len() + pages.len()), 0);
+    for page in pages {
+        let start = written.len();
+        written.extend(list.get(page.pieces.clone()).unwrap_or_default().iter().take(page.whole).copied());
+        let len = end_of(page);
+        written.push(libc::iovec { iov_base: base.wrapping_add(block * BLOCK).cast(), iov_len: len });
+        block += len.div_ceil(BLOCK);
+        page.written = start..written.len();
+    }
+    written
 }
 
 fn refuse(batch: &Pages<'_, Set>) {

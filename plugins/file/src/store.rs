@@ -103,7 +103,9 @@ impl Store {
             Error::new(kind, format!("storage.{instance}.dir: {}: {error}", config.dir.display()))
         };
         let root = Root::create(&config.dir, &identity.namespace, &identity.namespace_json).map_err(directory)?;
-        let owner = Owner::new(&root).map_err(directory)?;
+        let owner = Owner::new();
+        // A full or read-only disk is no reason not to read what is on it.
+        let unwritable = root.need_folders().and_then(|()| owner.ensure(&root)).err();
         let engine = engine(&config)
             .map_err(|error| Error::new(ErrorKind::Unavailable, format!("storage.{instance}.io: {error}")))?;
         let host = open.host();
@@ -112,7 +114,7 @@ impl Store {
             "store",
             &format!("pages are kept in {}, moved by {}", config.dir.display(), engine.name()),
         );
-        Ok(Store {
+        let store = Store {
             host,
             namespace: identity.namespace,
             namespace_json: identity.namespace_json.clone(),
@@ -133,7 +135,11 @@ impl Store {
             stop: Mutex::new(false),
             stopped: Condvar::new(),
             config,
-        })
+        };
+        if let Some(error) = unwritable {
+            store.write_failed(&error, 0);
+        }
+        Ok(store)
     }
 
     /// The open directory.
@@ -153,6 +159,7 @@ impl Store {
         if !root.is_at(&self.config.dir, &self.namespace) {
             crate::faults::check()?;
             let fresh = Root::create(&self.config.dir, &self.namespace, &self.namespace_json)?;
+            fresh.need_folders()?;
             self.owner.ensure(&fresh)?;
             *root = Arc::new(fresh);
             self.packs.forget();
@@ -166,6 +173,7 @@ impl Store {
             );
         }
         root.forget_folders();
+        root.need_folders()?;
         Ok(root.clone())
     }
 

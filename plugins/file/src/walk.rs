@@ -56,8 +56,9 @@ impl Store {
         self.host.log(LogLevel::Info, "store", &message);
     }
 
-    /// Lists a fan-out folder, and brings the index and the disk in order.
-    pub fn list_fan_out(&self, root: &Root, byte: u8, lives: &mut Lives) -> io::Result<()> {
+    /// Lists a fan-out folder, and brings the index and the disk in order. Says whether a page is missing that is too fresh to be given
+    /// up, so that the folder should be listed again.
+    pub fn list_fan_out(&self, root: &Root, byte: u8, lives: &mut Lives) -> io::Result<bool> {
         let began = now_seconds() as u32;
         let folder = match open_folder(root.namespace.as_fd(), names::fan_out(byte).as_cstr()) {
             Ok(folder) => folder,
@@ -85,7 +86,13 @@ impl Store {
                 temps.push((name.to_owned(), owner.to_owned()));
             }
         })?;
-        self.index.retain(byte, |id, known| there.contains(id) || !is_old_file(known.place, known.used, began));
+        let mut again = false;
+        self.index.retain(byte, |id, known| {
+            let missing = matches!(known.place, Place::File(_)) && !there.contains(id);
+            let kept = !missing || !is_old_file(known.place, known.used, began);
+            again |= missing && kept;
+            kept
+        });
         for (id, name) in unknown {
             let Ok(stat) = rustix::fs::statat(&folder, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) else { continue };
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
@@ -98,7 +105,7 @@ impl Store {
                 lives.clean_temp(root, folder.as_fd(), &name, &owner);
             }
         }
-        Ok(())
+        Ok(again)
     }
 
     /// Measures the other namespaces and removes what is too old or was left by a crash.

@@ -1,4 +1,5 @@
 //! A full, read-only or vanished disk: the store says so, reading goes on, and it heals by itself.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
 mod common;
 
@@ -83,11 +84,17 @@ fn a_full_disk_degrades_and_heals() {
         assert!(set.statuses[0].contains(&PageStatus::Refused), "{set:?}");
         is_degraded(&bench, ErrorKind::NoSpace, "full", &[1, 2, 3]);
         assert_eq!(leftovers(&dir), Vec::<std::path::PathBuf>::new());
+        drop(filler);
+        let numbers: Vec<u64> = (10..74).collect();
+        // A start on a full disk reads too.
+        let bench = bench.reopen("");
+        assert!(bench.has_all(&[1, 2, 3]));
+        bench.set(&[500, 501, 502, 503, 504, 505, 506, 507]);
+        is_degraded(&bench, ErrorKind::NoSpace, "full", &[1, 2, 3]);
         fs::remove_file(dir.join("filler")).unwrap();
         heals(&bench);
         let bench = bench.reopen("");
-        let whole = bench.which(&(10..74).collect::<Vec<_>>());
-        assert!(bench.has_all(&[1, 2, 3]) && whole.len() == 64);
+        assert!(bench.which(&numbers).contains(&false) && bench.has_all(&[1, 2, 3]));
     }
 }
 
@@ -100,13 +107,18 @@ fn a_read_only_disk_degrades_and_heals() {
         eprintln!("mounting is not allowed here ({error}): covered by injected errors only");
         return;
     }
-    let bench = Bench::at(&dir.join("store"), large_pool(8), "");
-    assert!(bench.set(&[1, 2, 3]).all_ok());
-    mount("none", &dir, "none", libc::MS_REMOUNT | libc::MS_RDONLY, "").unwrap();
-    assert!(bench.set(&[4]).result.is_err());
-    is_degraded(&bench, ErrorKind::Unavailable, "read-only", &[1, 2, 3]);
-    mount("none", &dir, "none", libc::MS_REMOUNT, "").unwrap();
-    heals(&bench);
+    for small in [false, true] {
+        let pool = || if small { small_pool(8) } else { large_pool(8) };
+        let store = dir.join(format!("store-{small}"));
+        Bench::at(&store, pool(), "").set(&[1, 2, 3]);
+        // The system makes no file system read-only while files are open for writing, so the store is opened afterwards. (What
+        // becomes of a store whose disk turns read-only under it is shown by injected errors.)
+        mount("none", &dir, "none", libc::MS_REMOUNT | libc::MS_RDONLY, "").unwrap();
+        let bench = Bench::at(&store, pool(), "");
+        is_degraded(&bench, ErrorKind::Unavailable, "read-only", &[1, 2, 3]);
+        mount("none", &dir, "none", libc::MS_REMOUNT, "").unwrap();
+        heals(&bench);
+    }
 }
 
 #[test]

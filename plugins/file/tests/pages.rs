@@ -1,4 +1,5 @@
 //! Pages go in and come out; damaged, foreign and missing ones are told apart.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
 mod common;
 
@@ -101,7 +102,8 @@ fn every_layout_a_logical_anchor_and_side_pools_in_one_call() {
 
 #[test]
 fn i39269_truncated_long_foreign_or_flipped_file_is_corrupt_once_and_is_removed() {
-    let damages: [(&str, fn(&std::path::Path)); 7] = [
+    type Damage = fn(&std::path::Path);
+    let damages: [(&str, Damage); 7] = [
         ("truncated", |path| fs::OpenOptions::new().write(true).open(path).unwrap().set_len(1000).unwrap()),
         ("empty", |path| fs::File::create(path).map(drop).unwrap()),
         ("cut by one", |path| {
@@ -119,7 +121,7 @@ fn i39269_truncated_long_foreign_or_flipped_file_is_corrupt_once_and_is_removed(
             file.seek(SeekFrom::End(-60)).unwrap();
             file.write_all(b"\x55").unwrap();
         }),
-        ("foreign", |path| fs::write(path, vec![b'x'; (LARGE + 512 + TRAILER) as usize]).unwrap()),
+        ("foreign", |path| fs::write(path, vec![b'x'; (LARGE + BLOCK) as usize]).unwrap()),
     ];
     for more in engines() {
         for (what, damage) in damages {

@@ -53,8 +53,9 @@ pub enum Op<'a> {
     ReadFile { path: Name, pieces: Pieces },
     /// Reads from an open file.
     ReadAt { file: BorrowedFd<'a>, offset: u64, pieces: Pieces },
-    /// Writes a new file under a temporary name, gives it its name, and makes its content durable when `sync` says so.
-    WriteFile { temp: Name, path: Name, pieces: Pieces, sync: bool },
+    /// Writes a new file under a temporary name, gives it its name, and makes its content durable when `sync` says so. `direct`: past the page
+    /// cache, where the file system can; the pieces then lie at blocks.
+    WriteFile { temp: Name, path: Name, pieces: Pieces, sync: bool, direct: bool },
     /// Writes into an open file.
     WriteAt { file: BorrowedFd<'a>, offset: u64, pieces: Pieces },
     /// Makes the entries of a folder, or the content of a file, durable.
@@ -118,14 +119,19 @@ pub fn execute(folder: BorrowedFd<'_>, op: &Op<'_>) -> io::Result<usize> {
             read_at(file.as_fd(), 0, *pieces)
         }
         Op::ReadAt { file, offset, pieces } => read_at(*file, *offset, *pieces),
-        Op::WriteFile { temp, path, pieces, sync } => {
+        Op::WriteFile { temp, path, pieces, sync, direct } => {
             faults::check()?;
-            let file = rustix::fs::openat(folder, temp.as_cstr(), WRITE_FLAGS, FILE_MODE)?;
-            let written = write_file(folder, file, temp, path, *pieces, *sync);
-            if written.is_err() {
-                discard(folder, temp, path, *sync);
+            let flags = if *direct { WRITE_FLAGS | OFlags::DIRECT } else { WRITE_FLAGS };
+            let written = rustix::fs::openat(folder, temp.as_cstr(), flags, FILE_MODE)
+                .map_err(io::Error::from)
+                .and_then(|file| write_file(folder, file, temp, path, *pieces, *sync))
+                .inspect_err(|error| discard(folder, temp, path, *sync, error));
+            match written {
+                Err(error) if *direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                    execute(folder, &through_cache(op))
+                }
+                written => written,
             }
-            written
         }
         Op::WriteAt { file, offset, pieces } => {
             faults::check()?;
@@ -155,11 +161,22 @@ fn write_file(
     Ok(written)
 }
 
-/// Takes back a file whose writing failed. What can't be removed is found by the clean-up, or by its checksum.
-fn discard(folder: BorrowedFd<'_>, temp: &Name, path: &Name, sync: bool) {
+/// Takes back a file whose writing failed, unless it was not even made. What can't be removed is found by the clean-up, or by its checksum.
+fn discard(folder: BorrowedFd<'_>, temp: &Name, path: &Name, sync: bool, error: &io::Error) {
+    if error.raw_os_error() == Some(libc::ENOENT) {
+        return;
+    }
     let renamed = rustix::fs::unlinkat(folder, temp.as_cstr(), AtFlags::empty()).is_err();
-    if renamed && sync {
+    if renamed && sync && error.raw_os_error() != Some(libc::EINVAL) {
         let _ = rustix::fs::unlinkat(folder, path.as_cstr(), AtFlags::empty());
+    }
+}
+
+/// The same operation for a file system that can't write past the page cache.
+fn through_cache<'a>(op: &Op<'a>) -> Op<'a> {
+    match *op {
+        Op::WriteFile { temp, path, pieces, sync, .. } => Op::WriteFile { temp, path, pieces, sync, direct: false },
+        other => other,
     }
 }
 
@@ -277,6 +294,8 @@ mod tests {
             path: crate::names::page(&key(i), "kv-0"),
             pieces: pieces(&from),
             sync: i.is_multiple_of(2),
+            // The pieces do not lie at blocks: the file system refuses, and the other way is taken.
+            direct: i.is_multiple_of(3),
         };
         let written = run(engine, &folder, (0..40).map(write).collect());
         for (i, result) in written.into_iter().enumerate() {
@@ -300,6 +319,7 @@ mod tests {
             path: crate::names::page(&[1; 32], "kv-0"),
             pieces: pieces(&from),
             sync: true,
+            direct: true,
         };
         let sync = Op::Sync { path: crate::names::fan_out(7) };
         let file = std::fs::File::options()

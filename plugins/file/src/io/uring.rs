@@ -9,8 +9,9 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use parking_lot::Mutex;
 
-use super::{Batch, FILE_MODE, IOV_BATCH, Op, READ_FLAGS, WRITE_FLAGS, discard, skip};
+use super::{Batch, FILE_MODE, IOV_BATCH, Op, READ_FLAGS, WRITE_FLAGS, discard, execute, skip, through_cache};
 use crate::faults;
+use rustix::fs::OFlags;
 
 /// Rings, made when they are first needed and kept for the next call.
 #[derive(Debug)]
@@ -85,7 +86,7 @@ impl Uring {
                 // No ring for one more call at a time: this thread does the work.
                 for index in 0..batch.len() {
                     if let Some(op) = batch.start(index) {
-                        batch.done(index, super::execute(folder, &op));
+                        batch.done(index, execute(folder, &op));
                     }
                 }
                 return;
@@ -214,10 +215,11 @@ impl<'a> Flight<'a> {
             (Op::ReadFile { path, .. }, Step::Open) => {
                 opcode::OpenAt::new(at, path.as_cstr().as_ptr()).flags(READ_FLAGS.bits() as c_int).build()
             }
-            (Op::WriteFile { temp, .. }, Step::Open) => {
+            (Op::WriteFile { temp, direct, .. }, Step::Open) => {
                 faults::check()?;
+                let flags = if *direct { WRITE_FLAGS | OFlags::DIRECT } else { WRITE_FLAGS };
                 opcode::OpenAt::new(at, temp.as_cstr().as_ptr())
-                    .flags(WRITE_FLAGS.bits() as c_int)
+                    .flags(flags.bits() as c_int)
                     .mode(FILE_MODE.as_raw_mode())
                     .build()
             }
@@ -295,14 +297,19 @@ impl<'a> Flight<'a> {
         }
     }
 
-    fn end(self, folder: BorrowedFd<'_>, batch: &dyn Batch<'a>, result: io::Result<usize>) -> std::thread::Result<()> {
-        if result.is_err()
-            && self.file.is_some()
-            && let Op::WriteFile { temp, path, sync, .. } = &self.op
-        {
-            discard(folder, temp, path, *sync);
-        }
+    fn end(
+        self,
+        folder: BorrowedFd<'_>,
+        batch: &dyn Batch<'a>,
+        mut result: io::Result<usize>,
+    ) -> std::thread::Result<()> {
         drop(self.file);
+        if let (Err(error), Op::WriteFile { temp, path, sync, direct, .. }) = (&result, &self.op) {
+            discard(folder, temp, path, *sync, error);
+            if *direct && error.raw_os_error() == Some(libc::EINVAL) {
+                result = execute(folder, &through_cache(&self.op));
+            }
+        }
         catch_unwind(AssertUnwindSafe(|| batch.done(self.index, result)))
     }
 }

@@ -31,6 +31,8 @@ pub struct SmallWrite {
     pub crc: AtomicU32,
     /// The caller's number of the page.
     pub number: usize,
+    /// Where the page lies until now, when it is only moved, and when it was used last.
+    pub moved_from: Option<(PackPlace, u32)>,
 }
 
 /// Most pages and bytes of a group.
@@ -180,12 +182,16 @@ impl Store {
             pack.size = active.end;
             pack.disk = disk.unwrap_or(pack.disk + len);
             pack.pages += group.len() as u64;
+            pack.groups.push(start);
         });
         for (number, (page, offset)) in group.iter().zip(&places).enumerate() {
             let state_at = start + (GROUP_HEAD_LEN + number * ENTRY_LEN) as u64 + ENTRY_STATE_AT;
             let crc = page.crc.load(Ordering::Acquire);
             let place = PackPlace { pack: active.pack, crc, offset: *offset, len: page.len, state_at };
-            self.adopt_packed(page.id, place, written as u32);
+            match page.moved_from {
+                Some((from, used)) => self.move_packed(page.id, from, place, used),
+                None => self.adopt_packed(page.id, place, written as u32),
+            }
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicU32;
 use rustix::fs::{AtFlags, FlockOperation};
 
 use super::{PACK_TARGET, SmallWrite};
+use crate::format::{ENTRY_LEN, ENTRY_STATE_AT, GROUP_HEAD_LEN};
 use crate::index::{PackPlace, PageId, Place};
 use crate::names;
 use crate::root::Root;
@@ -46,6 +47,20 @@ impl Store {
         Ok(false)
     }
 
+    /// Gives back what dead pages hold on to: blocks that they share with others, and tables. Says whether that was anything.
+    pub fn squeeze(&self, root: &Root) -> bool {
+        let before = self.packs.disk_bytes();
+        self.packs.retire_all();
+        for (pack, _) in self.idle_packs() {
+            self.unlink_if_dead(root, pack);
+        }
+        let mut most = self.idle_packs().len();
+        while most > 0 && self.tidy_packs(root).unwrap_or(false) {
+            most -= 1;
+        }
+        self.packs.disk_bytes() < before
+    }
+
     fn tidy(&self, root: &Root, number: u32, file: &OwnedFd) -> io::Result<bool> {
         // Another process may have tidied it between the opening and the lock.
         if rustix::fs::fstat(file)?.st_nlink == 0 {
@@ -55,15 +70,14 @@ impl Store {
         let mut at = 0;
         while let Some((head, entries)) = self.read_table(file, at) {
             let mut moved = Vec::new();
-            for entry in entries.iter().filter(|entry| !entry.dead) {
+            for (index, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.dead) {
                 let Some(tag) = self.index.tag(&entry.tag) else { continue };
                 let id = PageId { key: entry.key, tag };
-                if let Some(known) = self.index.get(&id)
-                    && let Place::Pack(place) = known.place
-                    && place.pack == number
-                    && place.offset == at + entry.offset
-                {
-                    moved.push((id, place, known.used));
+                let state_at = at + (GROUP_HEAD_LEN + index * ENTRY_LEN) as u64 + ENTRY_STATE_AT;
+                let place =
+                    PackPlace { pack: number, crc: entry.crc, offset: at + entry.offset, len: entry.len, state_at };
+                if let Some(used) = self.is_home(root, &id, place, head.written as u32) {
+                    moved.push((id, place, used));
                 }
             }
             self.move_pages(root, file, &moved)?;
@@ -82,6 +96,30 @@ impl Store {
         Ok(true)
     }
 
+    /// Whether a page's only living copy lies at a place, and when it was used last. The index follows what is found.
+    fn is_home(&self, root: &Root, id: &PageId, place: PackPlace, written: u32) -> Option<u32> {
+        // Each round takes a dead copy out; a page has hardly ever more than two.
+        for _ in 0..4 {
+            let known = self.index.get(id);
+            match known.map(|known| (known.place, known.used)) {
+                Some((Place::Pack(known), used)) if known == place => return Some(used),
+                Some((Place::Pack(known), _)) => {
+                    if self
+                        .open_pack(root, known.pack, false)
+                        .and_then(|file| self.is_alive(&file, &known))
+                        .unwrap_or(false)
+                    {
+                        return None;
+                    }
+                    self.forget_packed(id, &known);
+                }
+                Some((Place::File(_), _)) => return None,
+                None => self.adopt_packed(*id, place, written),
+            }
+        }
+        None
+    }
+
     fn move_pages(&self, root: &Root, file: &OwnedFd, pages: &[(PageId, PackPlace, u32)]) -> io::Result<()> {
         let mut payloads = Vec::with_capacity(pages.len());
         for (id, place, used) in pages {
@@ -98,25 +136,17 @@ impl Store {
         let writes: Vec<SmallWrite> = payloads
             .iter()
             .enumerate()
-            .map(|(number, (id, place, _, _))| SmallWrite {
+            .map(|(number, (id, place, used, _))| SmallWrite {
                 id: *id,
                 len: place.len,
                 pieces: number..number + 1,
                 crc: AtomicU32::new(0),
                 number,
+                moved_from: Some((*place, *used)),
             })
             .collect();
-        // Out of the index first: else the old copy, which is about to go, could stay the preferred one.
-        payloads.iter().for_each(|(id, place, _, _)| self.forget_packed(id, place));
-        let mut stored = 0;
-        let appended = self.append(root, &writes, &list, &|| Ok(()), |_| stored += 1);
-        for (id, place, used, _) in payloads.iter().skip(stored) {
-            // Still where they were.
-            self.adopt_packed(*id, *place, *used);
-        }
-        appended?;
-        for (id, place, used, _) in &payloads {
-            self.index.touch(id, *used);
+        self.append(root, &writes, &list, &|| Ok(()), |_| ())?;
+        for (_, place, _, _) in &payloads {
             // A process that looked before now reads the old copy until its pack is gone.
             let _ = rustix::io::pwrite(file, &crate::format::DEAD.to_le_bytes(), place.state_at);
         }

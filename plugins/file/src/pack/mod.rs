@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use kvdock_plugin_api::Call;
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -47,6 +48,8 @@ struct Pack {
     pages: u64,
     live_pages: u64,
     live_bytes: u64,
+    /// Where its groups start.
+    groups: Vec<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -157,6 +160,27 @@ impl Store {
         Ok(read == 4 && state == [0; 4])
     }
 
+    /// Where a page lies alive in a pack, by what the disk says. `opened` keeps the packs open for the next page.
+    pub fn living_place(
+        &self,
+        root: &Root,
+        id: &PageId,
+        looked: &mut bool,
+        call: &Call<'_>,
+        opened: &mut HashMap<u32, Option<OwnedFd>>,
+    ) -> Option<PackPlace> {
+        // A second copy may live where the first one is dead.
+        for _ in 0..4 {
+            let Place::Pack(place) = self.known_small(root, id, looked, call)?.place else { return None };
+            let file = opened.entry(place.pack).or_insert_with(|| self.open_pack(root, place.pack, false).ok());
+            if file.as_ref().is_some_and(|file| self.is_alive(file, &place).unwrap_or(false)) {
+                return Some(place);
+            }
+            self.forget_packed(id, &place);
+        }
+        None
+    }
+
     /// Marks pages dead on the disk, takes them out of the index, and gives their blocks back. Gives the number of pages that could not
     /// be marked.
     pub fn bury_in_packs(&self, root: &Root, pages: &mut [(PageId, PackPlace)]) -> usize {
@@ -177,21 +201,17 @@ impl Store {
                     continue;
                 }
             };
-            // Neighbours are given back together: they share blocks.
-            let mut hole = 0..0;
+            let mut groups = Vec::new();
             for (id, place) in pages {
                 if rustix::io::pwrite(&file, &DEAD.to_le_bytes(), place.state_at).is_err() {
                     failed += 1;
                     continue;
                 }
                 self.forget_packed(id, place);
-                if place.offset != hole.end {
-                    self.punch(&file, &hole);
-                    hole.start = place.offset;
-                }
-                hole.end = place.offset + place.len;
+                groups.extend(self.group_of(pack, place.state_at));
             }
-            self.punch(&file, &hole);
+            groups.dedup();
+            groups.iter().for_each(|group| self.punch_dead(&file, *group));
             if let Ok(stat) = rustix::fs::fstat(&file) {
                 self.packs.update(pack, |pack| pack.disk = stat.st_blocks as u64 * 512);
             }
@@ -200,16 +220,39 @@ impl Store {
         failed
     }
 
-    /// Gives the blocks of a range back.
-    fn punch(&self, file: &OwnedFd, hole: &std::ops::Range<u64>) {
-        if hole.is_empty() || !self.packs.punches() {
+    /// Start of the group in whose table a byte of a pack lies.
+    fn group_of(&self, pack: u32, at: u64) -> Option<u64> {
+        let table = self.packs.table.read();
+        let groups = &table.packs.get(pack as usize)?.groups;
+        groups.get(groups.partition_point(|group| *group <= at).checked_sub(1)?).copied()
+    }
+
+    /// Gives the blocks of a group's dead pages back. Neighbours go together: they share blocks.
+    fn punch_dead(&self, file: &OwnedFd, group: u64) {
+        let Some((head, entries)) = self.read_table(file, group).filter(|_| self.packs.punches()) else { return };
+        let mut hole = 0..0;
+        for entry in entries.iter().filter(|entry| entry.dead && entry.len > 0) {
+            if entry.offset != hole.end {
+                self.punch(file, group, &hole);
+                hole.start = entry.offset;
+            }
+            hole.end = entry.offset + entry.len;
+        }
+        if entries.iter().map(|entry| entry.offset + entry.len).max() == Some(hole.end) {
+            hole.end = head.len;
+        }
+        self.punch(file, group, &hole);
+    }
+
+    fn punch(&self, file: &OwnedFd, group: u64, hole: &std::ops::Range<u64>) {
+        if hole.is_empty() {
             return;
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match rustix::fs::fallocate(file, flags, hole.start, hole.end - hole.start) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.packs.punches.store(false, Ordering::Relaxed),
-            // A file system in trouble: the blocks come back with the pack.
-            Ok(()) | Err(_) => {}
+        let punched = rustix::fs::fallocate(file, flags, group + hole.start, hole.end - hole.start);
+        // With other errors the file system is in trouble: the blocks come back with the pack.
+        if matches!(punched, Err(Errno::OPNOTSUPP | Errno::NOSYS)) {
+            self.packs.punches.store(false, Ordering::Relaxed);
         }
     }
 
@@ -272,6 +315,14 @@ impl Store {
         }
     }
 
+    /// A page was copied from one pack to another: the index follows, unless the page has moved or gone meanwhile.
+    fn move_packed(&self, id: PageId, from: PackPlace, to: PackPlace, used: u32) {
+        if self.index.replace(&id, Place::Pack(from), Place::Pack(to), used) {
+            self.count_live(&from, false);
+            self.count_live(&to, true);
+        }
+    }
+
     /// Second copies of a page, which go with it.
     pub fn copies_of(&self, id: &PageId) -> Vec<(PageId, PackPlace)> {
         let copies = self.packs.copies.lock();
@@ -311,6 +362,10 @@ impl Store {
         if !dead {
             return;
         }
+        // A second copy in it may be the only one by now; tidying finds out.
+        if self.packs.copies.lock().iter().any(|copy| copy.place.pack == pack) {
+            return;
+        }
         let Ok(file) = self.open_pack(root, pack, true) else { return };
         if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
             return;
@@ -330,6 +385,7 @@ impl Store {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(_) => return 0,
         }
+        self.packs.copies.lock().retain(|copy| copy.place.pack != pack);
         let mut table = self.packs.table.write();
         table.by_name.remove(&name);
         let Some(pack) = table.packs.get_mut(pack as usize) else { return 0 };
@@ -359,6 +415,7 @@ impl Store {
         for shard in 0..=255 {
             self.index.retain(shard, |_, known| !matches!(known.place, Place::Pack(place) if place.pack == number));
         }
+        self.packs.copies.lock().retain(|copy| copy.place.pack != number);
         self.packs.update(number, |pack| {
             pack.live_pages = 0;
             pack.live_bytes = 0;

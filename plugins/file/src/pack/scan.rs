@@ -141,13 +141,14 @@ impl Store {
                     self.adopt_packed(id, place, used);
                 }
             }
-            at += head.len;
             if fresh {
                 self.packs.update(number, |pack| {
-                    pack.scanned = at;
+                    pack.scanned = at + head.len;
                     pack.pages += added;
+                    pack.groups.push(at);
                 });
             }
+            at += head.len;
         }
     }
 

@@ -1,5 +1,6 @@
 //! What the tests of the file plugin share.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,8 +14,8 @@ use kvdock_plugin_file::kvdock_plugin_entry;
 
 /// Bytes of a page that has a file of its own.
 pub const LARGE: u64 = 256 << 10;
-/// Bytes that a page's file has beyond its payload.
-pub const TRAILER: u64 = 128;
+/// Bytes that a large page's file has beyond its K and V: seal, zeros, trailer.
+pub const BLOCK: u64 = 4096;
 
 /// A directory with one instance on it.
 pub struct Bench {
