@@ -60,6 +60,10 @@ impl Store {
         match self.make_room(&root, 0, until) {
             Ok(()) => (fits, Ok(admitted)),
             Err(error) => {
+                // A call without time is no sign of a full store.
+                if let Err(late) = call.check() {
+                    return (0, Err(late));
+                }
                 if error.kind == ErrorKind::NoSpace {
                     self.health.fail(error.clone(), page_bytes);
                 }

@@ -5,6 +5,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -101,6 +102,36 @@ fn what_a_peer_adds_is_seen_at_once_and_what_it_removes_soon() {
         one.store.clear(&Options::default(), ClearScope::Namespace).unwrap();
         assert!(two.which(&[0, 1, 2, 100]).iter().all(|there| !there));
         assert!(two.set(&[0, 1]).all_ok() && one.has_all(&[0, 1]) && two.has_all(&[0, 1]));
+    }
+}
+
+#[test]
+fn i29969_a_reader_never_sees_half_a_page() {
+    for pool in [large_pool(8), small_pool(8)] {
+        let writer = Bench::new(pool, r#""durability":"none""#);
+        let reader = writer.peer("");
+        let last = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for batch in 0..60u64 {
+                    last.store(batch, Ordering::Release);
+                    assert!(writer.set(&(0..8).map(|n| batch * 8 + n).collect::<Vec<_>>()).all_ok());
+                }
+                last.store(u64::MAX, Ordering::Release);
+            });
+            let mut seen = 0;
+            loop {
+                let batch = last.load(Ordering::Acquire);
+                let numbers: Vec<u64> = (0..8).map(|n| batch.min(59) * 8 + n).collect();
+                // Each page is there whole, or not at all.
+                seen += reader.which(&numbers).into_iter().filter(|there| *there).count();
+                if batch == u64::MAX {
+                    break;
+                }
+            }
+            assert!(seen >= 8);
+        });
+        assert_eq!(reader.host.metric("file_corrupt_pages"), None);
     }
 }
 
