@@ -8,6 +8,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub mod client;
+#[cfg(test)]
+mod known_failures;
 pub mod metrics;
 pub mod paths;
 pub mod prompt;
