@@ -10,7 +10,7 @@ use kvdock::config::{BackendTable, Sources};
 use kvdock::engine::{
     Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, Request, RequestStream, SamplingParams, Usage,
 };
-use kvdock::plugin::backend::{BackendSink, HostPoolDescription, StorageBackend};
+use kvdock::plugin::backend::{BackendSink, HostPoolDescription, PolicyChange, StorageBackend};
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype};
@@ -249,8 +249,8 @@ impl BackendSink for Sink {
     fn policies(&self) -> (String, String) {
         ("timeout".to_owned(), "write_through".to_owned())
     }
-    fn check_policies(&self, _: Option<&str>, _: Option<&str>) -> Result<(), String> {
+    fn check_policies(&self, _: &PolicyChange) -> Result<(), String> {
         Ok(())
     }
-    fn set_policies(&self, _: Option<&str>, _: Option<&str>) {}
+    fn set_policies(&self, _: &PolicyChange) {}
 }
