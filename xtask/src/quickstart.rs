@@ -42,11 +42,16 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     std::fs::create_dir_all(&storage).with_context(|| format!("can't create {}", storage.display()))?;
     // Before the server starts, so that no signal is lost in between.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
-    let launch = Launch { model: &model, storage: &storage, port: options.port, set: &options.set, show_log: true };
+    // By default short prompts are computed without asking storage; here the first short one should show it.
+    let mut set = vec!["cache.prefetch_threshold=16".to_owned()];
+    set.extend_from_slice(&options.set);
+    let launch = Launch { model: &model, storage: &storage, port: options.port, set: &set, show_log: true };
     let mut server = Server::start(&launch)?;
     println!("\nkvdock serves {} at {}; pages are kept in {}.", model::NAME, server.address, storage.display());
     println!("Ask it from another terminal:\n\n{}\n", curl_line(&server.address));
-    println!("Ctrl-C stops it. Started again, it finds the prompts it has seen in storage.");
+    println!(
+        "Ctrl-C stops it. Started again, it finds prompts it has seen in storage: see usage.kvdock in the answer."
+    );
 
     let pid = server.pid();
     let handle = signals.handle();
@@ -78,6 +83,8 @@ fn curl_line(address: &str) -> String {
         "model": model::NAME,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 64,
+        // A model this small talks nonsense when it draws at random.
+        "temperature": 0,
     });
     format!("curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 }
