@@ -96,7 +96,9 @@ async fn serve_until_asked(config: Arc<Config>, began: Instant) -> Result<End, F
             unsafe { libc::_exit(0) }
         }
     };
-    let Running { engine, storage, served } = running;
+    let Running { engine, storage, mut served } = running;
+    // `server.port = 0` picks a free one.
+    served.settings["port"] = address.port().into();
     let handle = served.engine.clone();
     server.ready(served);
     say(&format!("listening on http://{address}"));

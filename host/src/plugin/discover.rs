@@ -82,7 +82,8 @@ pub fn find(name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
     let searched: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
     let names: Vec<&str> =
         found.plugins.iter().filter(|p| p.shadowed_by.is_none()).map(|p| p.info.note.name.as_str()).collect();
-    let mut text = format!("no plugin named {name:?} in {}", searched.join(", "));
+    let shown: String = name.chars().take(80).collect();
+    let mut text = format!("no plugin named {shown:?} in {}", searched.join(", "));
     text.push_str(&match names.as_slice() {
         [] => "; no plugin is there at all".to_owned(),
         names => format!("; there are: {}", names.join(", ")),

@@ -90,7 +90,10 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         close(library.table(), raw, deadline);
         fail(format!("its threads can't be started: {error}"))
     })?;
-    state.go(BackendState::Active, "");
+    match instance.health(deadline) {
+        Ok((HealthState::Degraded, reason)) => state.go(BackendState::Degraded, &reason),
+        _ => state.go(BackendState::Active, ""),
+    };
     Ok(Opened { instance, shown_config })
 }
 

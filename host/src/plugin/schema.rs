@@ -17,10 +17,9 @@ pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> R
     for error in validator.iter_errors(&value) {
         let at = error.instance_path().as_str().trim_start_matches('/').replace('/', ".");
         let key = if at.is_empty() { format!("storage.{backend}") } else { format!("storage.{backend}.{at}") };
-        wrong.push(format!(
-            "{key}: {}",
-            if is_secret(schema, &at) { "has a wrong value".to_owned() } else { error.to_string() }
-        ));
+        let problem = if is_secret(schema, &at) { "has a wrong value".to_owned() } else { error.to_string() };
+        let meant = description(schema, &at).map(|text| format!(" ({text})")).unwrap_or_default();
+        wrong.push(format!("{key}: {problem}{meant}"));
     }
     if !wrong.is_empty() {
         let known: Vec<&str> = properties(schema).map(|p| p.keys().map(String::as_str).collect()).unwrap_or_default();
@@ -33,6 +32,11 @@ pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> R
 
 fn properties(schema: &Value) -> Option<&Map<String, Value>> {
     schema.get("properties").and_then(Value::as_object)
+}
+
+/// What the schema says of the key.
+fn description<'a>(schema: &'a Value, key: &str) -> Option<&'a str> {
+    properties(schema)?.get(key.split('.').next()?)?.get("description")?.as_str()
 }
 
 fn is_secret(schema: &Value, key: &str) -> bool {
@@ -80,6 +84,14 @@ mod tests {
         for part in ["storage.file.dir", "storage.file.max_bytes", "colour", "its keys are dir, max_bytes, token"] {
             assert!(text.contains(part), "{part} is missing in {text}");
         }
+    }
+
+    #[test]
+    fn the_schemas_own_words_say_what_a_key_takes() {
+        let size = json!({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^[0-9]+GiB$"}], "description": "bytes, or such as 10GiB"});
+        let schema = json!({"type": "object", "properties": {"max": size}});
+        let text = validate("file", &schema, json!({"max": "ten"}).as_object().unwrap()).unwrap_err();
+        assert!(text.contains("storage.file.max") && text.contains("(bytes, or such as 10GiB)"), "{text}");
     }
 
     #[test]

@@ -194,7 +194,13 @@ pub(super) fn integer_value(name: &str, value: Option<Value>, low: i64, high: i6
         None => Ok(None),
         Some(value) => match as_integer(&value).filter(|n| (low..=high).contains(n)) {
             Some(number) => Ok(Some(number)),
-            None => Err(ApiError::field(name, format!("takes an integer of at least {low}; found {}", show(&value)))),
+            None => {
+                let takes = match high {
+                    i64::MAX => format!("takes an integer of at least {low}"),
+                    high => format!("takes an integer from {low} to {high}"),
+                };
+                Err(ApiError::field(name, format!("{takes}; found {}", show(&value))))
+            }
         },
     }
 }

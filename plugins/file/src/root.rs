@@ -158,6 +158,11 @@ fn check_marker(dir: BorrowedFd<'_>) -> io::Result<()> {
                 if text.get(..len) == Some(MARKER_TEXT.as_bytes()) {
                     return Ok(());
                 }
+                if len == 0 {
+                    // A power cut can leave an empty file where the marker was being made.
+                    publish(dir, MARKER, MARKER_TEXT)?;
+                    continue;
+                }
                 let found = String::from_utf8_lossy(text.get(..len).unwrap_or_default()).trim().to_owned();
                 let message = format!("its file {MARKER} says {found:?}, this version reads {:?}", MARKER_TEXT.trim());
                 return Err(io::Error::new(io::ErrorKind::InvalidData, message));
@@ -174,7 +179,9 @@ fn publish(folder: BorrowedFd<'_>, name: &str, text: &str) -> io::Result<()> {
     let temp = format!(".{}-0{}", new_id(), names::TEMP_SUFFIX);
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let file = rustix::fs::openat(folder, temp.as_str(), flags, FILE_MODE)?;
-    let written = io::Write::write_all(&mut std::fs::File::from(file), text.as_bytes())
+    let mut file = std::fs::File::from(file);
+    let written = io::Write::write_all(&mut file, text.as_bytes())
+        .and_then(|()| file.sync_all())
         .and_then(|()| Ok(rustix::fs::renameat(folder, temp.as_str(), folder, name)?));
     if written.is_err() {
         let _ = rustix::fs::unlinkat(folder, temp.as_str(), AtFlags::empty());

@@ -179,6 +179,14 @@ impl Store {
 
     /// Registers a pool.
     pub fn register(&self, pool: &Pool) -> Result<()> {
+        if let Some(max) = self.config.max_bytes.filter(|max| pool.page_bytes() > *max) {
+            let message = format!(
+                "max_bytes = {max}: a page of pool {} has {} bytes, so that none could be stored; give it room for many pages",
+                pool.name(),
+                pool.page_bytes()
+            );
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
         let tag = PoolTag::of(pool);
         let tag_number = self.index.tag(&tag.text).ok_or_else(|| {
             Error::new(
@@ -251,13 +259,14 @@ impl Store {
             self.host.log(
                 LogLevel::Warn,
                 "store",
-                &format!("page {hex} of {} is removed: {why}", self.index.tag_text(id.tag)),
+                &format!("page {hex} of {} is damaged and has to go: {why}", self.index.tag_text(id.tag)),
             );
             match place {
                 Some(place) => packed.push((*id, *place)),
                 None => {
-                    // What can't be removed is overwritten by the next set.
-                    let _ = self.remove_file(root, id);
+                    if let Err(error) = self.remove_file(root, id) {
+                        self.host.log(LogLevel::Warn, "store", &format!("page {hex} can't be removed: {error}"));
+                    }
                     self.index.remove_if(id, |_| true);
                 }
             }

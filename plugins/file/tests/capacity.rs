@@ -150,12 +150,13 @@ fn other_models_make_room_too() {
 
 #[test]
 fn a_page_larger_than_the_quota_is_refused() {
-    let bench = Bench::new(large_pool(4), r#""max_bytes":"100KiB""#);
-    let set = bench.set(&[1]);
-    assert_eq!(set.statuses[0], [PageStatus::Refused]);
-    assert_eq!(set.result.unwrap_err().kind, ErrorKind::NoSpace);
+    let (scratch, pool) = (tempfile::tempdir().unwrap(), large_pool(4));
+    let attached = attach(&MockHost::new(), scratch.path(), r#""max_bytes":"100KiB""#, &identity("model"), &[&pool]);
+    let error = attached.map(drop).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::InvalidConfig);
+    assert!(error.message.starts_with("max_bytes = 102400: a page of pool kv has "), "{error}");
     // Of a batch larger than the quota as much is stored as fits.
-    let bench = bench.reopen(&room_for(3));
+    let bench = Bench::new(large_pool(4), &room_for(3));
     let set = bench.set(&[1, 2, 3, 4]);
     assert_eq!(set.statuses[0], [PageStatus::Ok, PageStatus::Ok, PageStatus::Ok, PageStatus::Refused]);
 }

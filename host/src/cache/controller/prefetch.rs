@@ -20,6 +20,9 @@ const SHARED_BATCH: usize = 32;
 /// How long a page is treated as missing after the store failed to deliver it.
 const SHUN_FAILED: Duration = Duration::from_secs(5);
 
+/// How long a corrupt page is treated as missing after the store failed to remove it. It may still be written meanwhile.
+const SHUN_UNREMOVED: Duration = Duration::from_secs(10);
+
 /// One fetch: the pages of a prompt after what device and host have. Belongs to no request; several may
 /// wait for it.
 #[derive(Debug)]
@@ -210,8 +213,8 @@ fn exists(attached: &Attached, fetch: &Fetch, keys: &[PageKey]) -> Result<usize,
     let now = Instant::now();
     let usable =
         attached.with_belief(|belief| span.iter().position(|key| belief.is_shunned(key, now))).unwrap_or(span.len());
-    if usable == 0 {
-        return Ok(0);
+    if usable == 0 && !span.is_empty() {
+        return Err(MissReason::BackendFailed);
     }
     let span = &span[..usable];
     let chain = ChainInfo { position: prefix.len() as u64, prefix_keys: prefix, session_id: &fetch.session };
@@ -349,22 +352,24 @@ fn read_pages(shared: &Shared, batch: &Batch) {
     }
 }
 
-/// Removes corrupt pages from the store, so that they can be written anew; where that does not work they
-/// are treated as missing for good.
+/// Removes corrupt pages from the store, so that they can be written anew. Where a store can't remove at all they are treated as missing
+/// for good; where it failed to, for a while, after which the page is looked at again.
 fn heal(shared: &Shared, attached: &Attached, keys: &[PageKey]) {
     shared.counters.corrupt_pages.fetch_add(keys.len() as u64, Ordering::Relaxed);
     let mut status = vec![PageStatus::Unset; keys.len()];
-    let removed = attached.limits().remove
+    let can_remove = attached.limits().remove;
+    let removed = can_remove
         && attached
             .call(Way::Write, &CancelSet::default(), |backend, options| {
                 backend.batch_remove(options, keys, &mut status)
             })
             .is_ok();
+    let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);
     for (key, status) in keys.iter().zip(status) {
         let gone = removed && matches!(status, PageStatus::Ok | PageStatus::Missing);
         attached.with_belief(|belief| match gone {
             true => belief.heal(key),
-            false => belief.shun(key, None),
+            false => belief.shun(key, until),
         });
         shared.counters.healed_pages.fetch_add(u64::from(gone), Ordering::Relaxed);
     }

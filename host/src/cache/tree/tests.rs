@@ -195,30 +195,3 @@ fn pages_that_are_being_loaded_are_neither_read_nor_replaced() {
     assert_eq!((result.pages, result.duplicates.len()), (4, 4));
     tree.check().unwrap();
 }
-
-/// Matching and inserting cost what the key costs, not what the tree holds. The bound is loose: it is
-/// there to catch a search through siblings or a walk over the tree.
-#[test]
-fn a_match_does_not_grow_with_the_tree() {
-    let mut tree = Tree::new(16, EvictionPolicy::Lru);
-    let root = tree.root(&CacheNamespace::default());
-    let prompt = |n: u32| -> Vec<u32> { (0..2048u32).map(|i| n.wrapping_mul(2654435761).wrapping_add(i)).collect() };
-    let time = |tree: &mut Tree, from: u32| {
-        let began = std::time::Instant::now();
-        for n in from..from + 200 {
-            let tokens = prompt(n);
-            let mut pages = vec![0; 128];
-            tree.lock(root);
-            tree.insert_device(root, &tokens, &mut pages);
-            tree.unlock(root);
-            assert_eq!(tree.find(root, &tokens).pages, 128);
-        }
-        began.elapsed()
-    };
-    let small = (0..3).map(|i| time(&mut tree, i * 200)).min().unwrap();
-    for n in 1000..4000 {
-        tree.insert_device(root, &prompt(n), &mut [0; 128]);
-    }
-    let large = (0..3).map(|i| time(&mut tree, 10_000 + i * 200)).min().unwrap();
-    assert!(large < small * 8, "{small:?} for 200 beside little, {large:?} beside 384,000 pages");
-}

@@ -85,7 +85,8 @@ pub(in crate::server) async fn flush_cache(
     }
     // After the other tiers: their backups could write anew what is being removed.
     let mut cleared = None;
-    if let (true, Some(storage)) = (tiers.storage, served.storage.clone()) {
+    let attached = served.storage.clone().filter(|storage| !storage.status().backends.is_empty());
+    if let (true, Some(storage)) = (tiers.storage, attached) {
         let result = tokio::task::spawn_blocking(move || storage.clear(CLEAR_TIMEOUT)).await;
         let message = result
             .map_err(|_| ApiError::internal("clearing storage failed"))?

@@ -38,6 +38,8 @@ pub struct Faults {
     pub panic_writes: AtomicUsize,
     /// Single pages of writes are answered as failed, this many times.
     pub fail_pages: AtomicUsize,
+    /// This many removes fail, while the page itself is gone already.
+    pub fail_removes: AtomicUsize,
     /// Writes are refused page by page.
     pub refuse: AtomicBool,
     /// `exists` fails.
@@ -261,6 +263,13 @@ impl StorageBackend for FakeBackend {
     ) -> Result<(), BackendError> {
         if !self.remove {
             return Err(self.error(ErrorKind::Unsupported, false, false));
+        }
+        if take(&self.faults.fail_removes) {
+            for key in keys {
+                self.store.lock().remove(key);
+                self.faults.flip.lock().remove(key);
+            }
+            return Err(self.error(ErrorKind::NoSpace, true, false));
         }
         for (key, status) in keys.iter().zip(status) {
             self.store.lock().remove(key);

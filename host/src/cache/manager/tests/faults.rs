@@ -83,6 +83,25 @@ fn a_corrupt_page_that_cannot_be_removed_is_treated_as_missing() {
     rig.check();
 }
 
+/// A store that is full may fail to remove a page that it has dropped by itself; the page is written anew all the same.
+#[test]
+fn a_corrupt_page_whose_removal_failed_once_is_stored_again() {
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let store = filled(&prompt);
+    let (mut rig, backend) = Rig::with_storage(64, config(64), &store);
+    let bad = keys(&prompt)[2];
+    backend.faults.flip.lock().insert(bad);
+    backend.faults.fail_removes.store(1, Ordering::Release);
+    let grant = rig.run(&prompt);
+    assert_eq!((grant.from_storage, reasons(&grant)), (2 * PAGE, vec![MissReason::Corrupt]));
+    let stats = rig.settle();
+    assert_eq!((stats.corrupt_pages, stats.healed_pages), (1, 0));
+    assert!(store.lock().contains_key(&bad), "the computed page was written in its place");
+    rig.cache.flush(Tiers::ALL);
+    assert_eq!(rig.run(&prompt).from_storage, 10 * PAGE, "an acknowledged write ends the doubt");
+    rig.check();
+}
+
 /// The identity comes from content (weights, dtype, layout, numerics), not from a name: pages of another
 /// model, of other weights or of another dtype never pass, even under the same key.
 #[test]
