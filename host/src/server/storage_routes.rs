@@ -141,10 +141,11 @@ fn read_attach(mut fields: Fields, server: &Server) -> Result<AttachRequest, Api
     Ok(AttachRequest { backend, config, prefetch_policy, write_policy, mode })
 }
 
-/// The backend's config: JSON in a string, as SGLang has it, or an object.
+/// The backend's config: JSON in a string, as SGLang has it, or an object. Also taken under the name by which GET shows it.
 fn read_extra_config(fields: &mut Fields) -> Result<Option<Map<String, Value>>, ApiError> {
     const NAME: &str = "hicache_storage_backend_extra_config_json";
-    match fields.take(NAME) {
+    let shown = fields.take("hicache_storage_backend_extra_config");
+    match fields.take(NAME).or(shown) {
         None => Ok(None),
         Some(Value::Object(map)) => Ok(Some(map)),
         Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
@@ -202,6 +203,12 @@ mod tests {
         assert_eq!(request.backend, "file");
         assert_eq!(request.config.unwrap()["dir"], "/x");
         assert_eq!(request.mode, AttachMode::ReplaceOnly);
+    }
+
+    #[test]
+    fn the_name_that_the_status_uses_is_taken_too() {
+        let body = json!({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": {"dir": "/y"}});
+        assert_eq!(read(body).unwrap().config.unwrap()["dir"], "/y");
     }
 
     #[test]

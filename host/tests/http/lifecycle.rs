@@ -133,6 +133,14 @@ fn config_commands() {
     let (status, stdout, stderr) = run(&["config", "check", &name]);
     assert!(status.success(), "{stderr}");
     assert_eq!(stdout, format!("{name}: ok\n"));
+    std::fs::write(&file, "[storage]\nbackend = \"fiel\"\n").unwrap();
+    let (status, _, stderr) = run(&["config", "check", &name]);
+    assert_eq!(status.code(), Some(1));
+    assert!(stderr.contains("storage.fiel: no plugin named \"fiel\""), "{stderr}");
+    std::fs::write(&file, "[model]\npath = \"/no/such/model\"\n").unwrap();
+    let (status, _, stderr) = run(&["config", "check", &name]);
+    assert_eq!(status.code(), Some(1));
+    assert!(stderr.contains("model.path") && stderr.contains("/no/such/model"), "{stderr}");
     std::fs::write(&file, "[server]\nport = 1\n[cache]\npage_siz = 8\neviction = \"mru\"\n").unwrap();
     let (status, _, stderr) = run(&["config", "check", &name]);
     assert_eq!(status.code(), Some(1));

@@ -108,6 +108,35 @@ fn plan(spec: &KvSpec, pages: u32, layout: HostLayout, seal_len: u64) -> Option<
     Some(Plan { planes: planes.try_into().ok()?, segments, components, seal_area, bytes: round_up(bytes, BLOCK)? })
 }
 
+/// Bytes of the pool that get memory right after the start.
+const PREFAULT_BYTES: u64 = 128 << 20;
+
+/// Gives the first pages their memory in the background: the first prefix that comes from storage after a start would otherwise pay
+/// for it, page fault by page fault. The pool is never unmapped, so the thread may outlive it.
+fn prefault(base: usize, plan: &Plan) {
+    let page_bytes: u64 = plan.segments.iter().map(|s| s.len).sum();
+    let pages = PREFAULT_BYTES / page_bytes.max(1);
+    let ranges: Vec<(u64, u64)> = plan
+        .segments
+        .iter()
+        .map(|s| {
+            let start = s.offset / BLOCK * BLOCK;
+            let end = (s.offset + s.stride.saturating_mul(pages).max(s.len)).min(plan.bytes).next_multiple_of(BLOCK);
+            (start, end.min(plan.bytes) - start)
+        })
+        .collect();
+    let work = move || {
+        for (start, len) in ranges {
+            let place = std::ptr::without_provenance_mut::<std::ffi::c_void>(base + start as usize);
+            // SAFETY: the range lies in the mapping, which is never unmapped. Populating changes no content, so others may use the pages
+            // meanwhile. Only advice: a kernel that does not know it leaves the pages to their first use.
+            let _ = unsafe { rustix::mm::madvise(place, len as usize, Advice::LinuxPopulateWrite) };
+        }
+    };
+    // Without a thread the pages get their memory when they are used.
+    let _ = std::thread::Builder::new().name("kvdock-prefault".to_owned()).spawn(work);
+}
+
 impl HostPool {
     /// A pool of `pages` pages with the geometry of `spec`, not yet backed by memory.
     pub fn new(spec: &KvSpec, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Result<Self, CacheError> {
@@ -140,6 +169,7 @@ impl HostPool {
         .map_err(failed)?;
         // SAFETY: the range is the mapping just made. Only advice: where huge pages are off, nothing is lost.
         let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
+        prefault(base as usize, &plan);
         let description = HostPoolDescription {
             name: "kv".to_owned(),
             layout: layout.as_str().to_owned(),
