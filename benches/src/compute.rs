@@ -36,7 +36,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         return Ok(());
     }
     let mut ours = Ours::load(bench)?;
-    let mut llama = Llama::start(bench)?;
+    let mut llama = Llama::start(bench, bench.threads)?;
     let mut add = |name: &str, (ours, peer): (f64, f64)| {
         let (better, goal) = (Better::More, Goal::Ratio(0.8));
         report.add(Row { name: format!("{name}, peer llama.cpp"), ours, peer, better, goal })
@@ -53,6 +53,9 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             add(name, sides)?;
         }
     }
+    if decodes.iter().any(|row| bench.wants(&row.0)) {
+        llama = faster_decoder(bench, llama)?;
+    }
     for (name, context, sequences) in &decodes {
         if bench.wants(name) {
             let prompts: Vec<Vec<u32>> = (0..*sequences).map(|seed| prompt::ids(seed, *context)).collect();
@@ -61,6 +64,16 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// llama.cpp with as many threads as ours, or with one, whichever decodes faster. Its threads wait for each other by
+/// spinning, so on a machine with few cores the thread that drives them costs it more than a further thread brings.
+fn faster_decoder(bench: &Bench, mut as_many: Llama) -> Result<Llama> {
+    let mut alone = Llama::start(bench, 1)?;
+    let prompt = [prompt::ids(0, 16)];
+    let (many, one) = side_by_side(3, || as_many.decode(&prompt, STEPS), || alone.decode(&prompt, STEPS))?;
+    eprintln!("llama.cpp decodes {many:.1} tokens/s with {} threads, {one:.1} with 1", bench.threads);
+    Ok(if one > many { alone } else { as_many })
 }
 
 /// The model as the engine runs it, without an engine around it.

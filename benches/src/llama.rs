@@ -17,17 +17,17 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Starts it and waits until the model is loaded.
+    /// Starts it with `threads` compute threads and waits until the model is loaded.
     ///
     /// # Errors
     /// When node or llama.cpp can't be started.
-    pub fn start(bench: &Bench) -> Result<Self> {
+    pub fn start(bench: &Bench, threads: usize) -> Result<Self> {
         let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/llama.mjs");
         let mut child = Command::new("node")
             .arg(&program)
             .arg(&bench.peers)
             .arg(&bench.model)
-            .arg(bench.threads.to_string())
+            .arg(threads.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -53,7 +53,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         report.add(Row { name: cold_name, ours, peer: cold, better: Better::Less, goal: Goal::Ratio(30.0) })?;
     }
     if bench.wants(&llama_name) {
-        let mut llama = Llama::start(bench)?;
+        let mut llama = Llama::start(bench, bench.threads)?;
         let state = bench.scratch.join("llama-state");
         llama.save(&prompt, &state)?;
         let mut seconds = Vec::new();
