@@ -1,6 +1,5 @@
 //! Who this worker is: everything that changes the bytes of a page, and its digest.
 
-use kvdock_plugin_api::Dtype;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
@@ -74,11 +73,6 @@ impl WorkerIdentity {
         let namespace = Namespace { weights_sha256: hex(&weights_digest), ..namespace };
         WorkerIdentity { namespace, model_name: model_name.to_owned(), weights_digest }
     }
-}
-
-/// The name of an element type as it stands in the namespace.
-pub fn dtype_name(dtype: Dtype) -> &'static str {
-    dtype.as_str()
 }
 
 #[cfg(test)]

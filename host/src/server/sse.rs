@@ -10,7 +10,7 @@ use axum::response::Response;
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_stream::{StreamExt, StreamMap};
+use tokio_stream::{Stream, StreamExt, StreamMap};
 
 use crate::engine::{Event, RequestStream};
 
@@ -58,10 +58,38 @@ pub(super) trait Chunks: Send + 'static {
     fn finish(&mut self, out: &mut Frames);
 }
 
+/// The near end of what waits for a client, bounded in frames and in bytes.
+struct Outlet {
+    sender: mpsc::Sender<(Bytes, OwnedSemaphorePermit)>,
+    room: Arc<Semaphore>,
+}
+
+/// An outlet, and what comes out of it.
+fn outlet() -> (Outlet, impl Stream<Item = Bytes>) {
+    let (sender, receiver) = mpsc::channel(BACKLOG);
+    let out = ReceiverStream::new(receiver).map(|(frames, _share)| frames);
+    (Outlet { sender, room: Arc::new(Semaphore::new(BACKLOG_BYTES)) }, out)
+}
+
+impl Outlet {
+    /// Waits until there is room, and sends. False when the client has left: its end drops what waits, which also ends the wait here.
+    async fn send(&self, frames: Bytes) -> bool {
+        let bytes = u32::try_from(frames.len().min(BACKLOG_BYTES)).unwrap_or(u32::MAX);
+        match self.room.clone().acquire_many_owned(bytes).await {
+            Ok(share) => self.sender.send((frames, share)).await.is_ok(),
+            Err(_) => false,
+        }
+    }
+
+    /// Waits until the client has left.
+    async fn closed(&self) {
+        self.sender.closed().await;
+    }
+}
+
 /// A streaming answer. Requests are cancelled when the client leaves.
 pub(super) fn respond(streams: Vec<RequestStream>, mut chunks: impl Chunks) -> Response {
-    let (sender, receiver) = mpsc::channel::<(Bytes, OwnedSemaphorePermit)>(BACKLOG);
-    let room = Arc::new(Semaphore::new(BACKLOG_BYTES));
+    let (outlet, frames) = outlet();
     tokio::spawn(async move {
         let mut streams: StreamMap<usize, RequestStream> = streams.into_iter().enumerate().collect();
         let mut out = Frames::default();
@@ -69,7 +97,7 @@ pub(super) fn respond(streams: Vec<RequestStream>, mut chunks: impl Chunks) -> R
             let flow = tokio::select! {
                 biased;
                 // The body was dropped: the client has left. Dropping the streams cancels.
-                () = sender.closed() => return,
+                () = outlet.closed() => return,
                 next = streams.next() => match next {
                     Some((prompt, event)) => chunks.event(prompt, event, &mut out),
                     None => {
@@ -78,20 +106,17 @@ pub(super) fn respond(streams: Vec<RequestStream>, mut chunks: impl Chunks) -> R
                     }
                 },
             };
-            if let Some(frames) = out.take() {
-                let bytes = u32::try_from(frames.len().min(BACKLOG_BYTES)).unwrap_or(u32::MAX);
-                // The body drops what waits in it when the client leaves, which also ends this wait.
-                let Ok(share) = room.clone().acquire_many_owned(bytes).await else { return };
-                if sender.send((frames, share)).await.is_err() {
-                    return;
-                }
+            if let Some(frames) = out.take()
+                && !outlet.send(frames).await
+            {
+                return;
             }
             if flow.is_break() {
                 return;
             }
         }
     });
-    let body = Body::from_stream(ReceiverStream::new(receiver).map(|(frames, _share)| Ok::<_, Infallible>(frames)));
+    let body = Body::from_stream(frames.map(Ok::<_, Infallible>));
     let mut response = Response::new(body);
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -119,31 +144,37 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_does_not_read_holds_a_bounded_number_of_bytes() {
         use std::sync::atomic::{AtomicUsize, Ordering};
-        use tokio_stream::Stream as _;
+        use std::time::Duration;
 
-        let (sender, receiver) = mpsc::channel::<(Bytes, OwnedSemaphorePermit)>(BACKLOG);
-        let room = Arc::new(Semaphore::new(BACKLOG_BYTES));
-        let sent = Arc::new(AtomicUsize::new(0));
-        let counted = sent.clone();
-        let pump = tokio::spawn(async move {
-            // Each frame is larger than all the room there is.
-            for _ in 0..8 {
-                let frames = Bytes::from(vec![b'x'; BACKLOG_BYTES * 2]);
-                let bytes = u32::try_from(frames.len().min(BACKLOG_BYTES)).unwrap();
-                let share = room.clone().acquire_many_owned(bytes).await.unwrap();
-                sender.send((frames, share)).await.unwrap();
-                counted.fetch_add(1, Ordering::SeqCst);
+        for (size, most) in [(BACKLOG_BYTES * 2, 1), (BACKLOG_BYTES / 4, 4), (10, BACKLOG)] {
+            let (outlet, frames) = outlet();
+            let sent = Arc::new(AtomicUsize::new(0));
+            let counted = sent.clone();
+            let pump = tokio::spawn(async move {
+                for _ in 0..BACKLOG * 2 {
+                    assert!(outlet.send(Bytes::from(vec![b'x'; size])).await);
+                    counted.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert_eq!(sent.load(Ordering::SeqCst), most, "frames of {size} bytes wait, and no more is taken");
+            tokio::pin!(frames);
+            let mut got = 0;
+            while let Some(frame) = frames.next().await {
+                got += frame.len();
             }
-        });
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        assert_eq!(sent.load(Ordering::SeqCst), 1, "one frame waits, the next one is not even queued");
-        let mut body = ReceiverStream::new(receiver).map(|(frames, _share)| frames);
-        assert!(body.size_hint().0 <= BACKLOG);
-        let mut got = 0;
-        while let Some(frames) = body.next().await {
-            got += frames.len();
+            assert_eq!(got, BACKLOG * 2 * size, "a client that reads gets everything");
+            pump.await.unwrap();
         }
-        assert_eq!(got, 16 * BACKLOG_BYTES);
-        pump.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_client_that_leaves_ends_a_wait_for_room() {
+        let (outlet, frames) = outlet();
+        assert!(outlet.send(Bytes::from(vec![0; BACKLOG_BYTES])).await);
+        let waiting = tokio::spawn(async move { outlet.send(Bytes::from_static(b"more")).await });
+        tokio::task::yield_now().await;
+        drop(frames);
+        assert!(!waiting.await.unwrap());
     }
 }

@@ -7,6 +7,7 @@
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
 use kvdock_kernels::{HostPage, KvDtype, KvSpec};
 use kvdock_plugin_api::Dtype;
@@ -34,6 +35,8 @@ pub(crate) struct HostPool {
     /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
     sealed: Vec<AtomicBool>,
     pages: Mutex<SharedPages>,
+    /// Gives the first pages their memory.
+    prefault: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -112,8 +115,8 @@ fn plan(spec: &KvSpec, pages: u32, layout: HostLayout, seal_len: u64) -> Option<
 const PREFAULT_BYTES: u64 = 128 << 20;
 
 /// Gives the first pages their memory in the background: the first prefix that comes from storage after a start would otherwise pay
-/// for it, page fault by page fault. The pool is never unmapped, so the thread may outlive it.
-fn prefault(base: usize, plan: &Plan) {
+/// for it, page fault by page fault. Without a thread the pages get their memory when they are used.
+fn prefault(base: usize, plan: &Plan) -> Option<JoinHandle<()>> {
     let page_bytes: u64 = plan.segments.iter().map(|s| s.len).sum();
     let pages = PREFAULT_BYTES / page_bytes.max(1);
     let ranges: Vec<(u64, u64)> = plan
@@ -133,8 +136,7 @@ fn prefault(base: usize, plan: &Plan) {
             let _ = unsafe { rustix::mm::madvise(place, len as usize, Advice::LinuxPopulateWrite) };
         }
     };
-    // Without a thread the pages get their memory when they are used.
-    let _ = std::thread::Builder::new().name("kvdock-prefault".to_owned()).spawn(work);
+    std::thread::Builder::new().name("kvdock-prefault".to_owned()).spawn(work).ok()
 }
 
 impl HostPool {
@@ -169,7 +171,7 @@ impl HostPool {
         .map_err(failed)?;
         // SAFETY: the range is the mapping just made. Only advice: where huge pages are off, nothing is lost.
         let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
-        prefault(base as usize, &plan);
+        let prefault = prefault(base as usize, &plan);
         let description = HostPoolDescription {
             name: "kv".to_owned(),
             layout: layout.as_str().to_owned(),
@@ -192,6 +194,7 @@ impl HostPool {
             seal,
             sealed: (0..pages).map(|_| AtomicBool::new(false)).collect(),
             pages: Mutex::new(SharedPages::new(pages)),
+            prefault,
         })
     }
 
@@ -346,6 +349,10 @@ impl HostPool {
 
 impl Drop for HostPool {
     fn drop(&mut self) {
+        // Otherwise it could give memory to what is given back below.
+        if let Some(thread) = self.prefault.take() {
+            let _ = thread.join();
+        }
         // Mapping and descriptor stay: a backend that never returned from a call or from `close`
         // may still use them. The memory behind them is given back; whoever reads it sees zeros.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
