@@ -85,11 +85,17 @@ impl BackendSink for Sink {
     fn host_pool(&self) -> Option<HostPoolDescription> {
         Some(self.pool.clone())
     }
-    fn attached(&self, backend: Arc<dyn StorageBackend>) {
+    fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         let mut in_use = self.in_use.lock().unwrap();
-        match in_use.iter().position(|b| b.name() == backend.name()) {
-            Some(index) => in_use[index] = backend,
-            None => in_use.push(backend),
+        match place {
+            Place::Of(name) => match in_use.iter().position(|b| b.name() == name) {
+                Some(index) => in_use[index] = backend,
+                None => in_use.push(backend),
+            },
+            Place::At(index) => {
+                let index = index.min(in_use.len());
+                in_use.insert(index, backend);
+            }
         }
     }
     fn detached(&self, name: &str) -> bool {
@@ -100,6 +106,9 @@ impl BackendSink for Sink {
     }
     fn emptied(&self, name: &str) {
         self.emptied.lock().unwrap().push(name.to_owned());
+    }
+    fn guards(&self, _: &str) -> Option<GuardReport> {
+        None
     }
     fn policies(&self) -> (String, String) {
         self.policies.lock().unwrap().clone()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::cache::{PolicyUpdate, PrefetchPolicy, StorageHandle, WritePolicy};
-use crate::plugin::backend::{BackendSink, HostPoolDescription, PolicyChange, StorageBackend};
+use crate::plugin::backend::{BackendSink, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend};
 
 /// Passes backends and policies to the cache, and remembers the policies in use.
 pub(super) struct CacheSink {
@@ -36,8 +36,8 @@ impl BackendSink for CacheSink {
         self.storage.host_pool()
     }
 
-    fn attached(&self, backend: Arc<dyn StorageBackend>) {
-        self.storage.attached(backend);
+    fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
+        self.storage.attached(backend, place);
     }
 
     fn detached(&self, name: &str) -> bool {
@@ -46,6 +46,10 @@ impl BackendSink for CacheSink {
 
     fn emptied(&self, name: &str) {
         self.storage.emptied(name);
+    }
+
+    fn guards(&self, name: &str) -> Option<GuardReport> {
+        self.storage.guards(name)
     }
 
     fn policies(&self) -> (String, String) {

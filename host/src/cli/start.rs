@@ -193,7 +193,7 @@ fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result
 
 /// The policy in use: the attached backend's own, if it has one. One backend means one way down for a page.
 fn write_policy(config: &Config) -> String {
-    let own = config.storage.selected().first().and_then(|name| config.storage.table(name).write_policy);
+    let own = config.storage.selected().first().and_then(|name| config.storage.table(name).settings.write_policy);
     own.unwrap_or_else(|| config.cache.write_policy.clone())
 }
 

@@ -177,6 +177,31 @@ pub(crate) const BACKEND_KEYS: &[Key] = &[
     ),
     key("timeout", Kind::Number(0.001, 3600.0), "5.0", "Seconds that one call to the backend may take."),
     key("key_scheme", Kind::Choice(&["kvdock", "sglang"]), "\"kvdock\"", "How pages are named in the store."),
+    key(
+        "promote",
+        Kind::Bool,
+        "false",
+        "Whether pages that were read from a backend further down the list are stored in this one too.",
+    ),
+    key(
+        "retries",
+        Kind::Int(0, 10),
+        "2",
+        "How often a call is made again after an error that says that this can help, with a growing pause, within `timeout`.",
+    ),
+    unset("concurrency", Kind::Int(1, 64), "Calls at a time at most. Unset: as many as the plugin wants."),
+    unset("read_bandwidth", Kind::Size(1), "Bytes a second at most that are read from this backend. Unset: no limit."),
+    unset(
+        "write_bandwidth",
+        Kind::Size(1),
+        "Bytes a second at most that are written to this backend. Unset: no limit.",
+    ),
+    key(
+        "drain_timeout",
+        Kind::Number(0.0, 3600.0),
+        "5.0",
+        "Seconds that calls under way get to return when the backend is detached or replaced, before they are cancelled.",
+    ),
     unset("sha256", Kind::Text, "SHA-256 of the plugin's file, in hex; another file is refused."),
 ];
 

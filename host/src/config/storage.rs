@@ -9,6 +9,7 @@ use super::error::{ConfigError, Origin};
 use super::keys::{BACKEND_KEYS, Key};
 use super::source::{Leaf, Leaves, join};
 use super::value::{parse_size, show};
+use crate::plugin::backend::BackendSettings;
 
 /// How pages are named in a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,10 +27,8 @@ pub struct BackendTable {
     pub name: String,
     /// The plugin that runs it.
     pub plugin: String,
-    /// Write policy towards it; `None` is `cache.write_policy`.
-    pub write_policy: Option<String>,
-    /// Most time for one call.
-    pub timeout: Duration,
+    /// How the host treats it.
+    pub settings: BackendSettings,
     /// How pages are named.
     pub key_scheme: KeyScheme,
     /// The SHA-256 that the plugin's file must have, in lower-case hex.
@@ -38,17 +37,13 @@ pub struct BackendTable {
     pub own: Map<String, Json>,
 }
 
-/// `BACKEND_KEYS` declares the default of `timeout`; a test holds the two together.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
-
 impl BackendTable {
     /// The defaults for a backend that the config doesn't mention.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
             plugin: name.to_owned(),
-            write_policy: None,
-            timeout: DEFAULT_TIMEOUT,
+            settings: BackendSettings::default(),
             key_scheme: KeyScheme::Kvdock,
             sha256: None,
             own: Map::new(),
@@ -120,12 +115,14 @@ impl BackendTable {
         let text = || checked.as_str().unwrap_or_default().to_owned();
         match key.path {
             "plugin" => self.plugin = text(),
-            "write_policy" => self.write_policy = Some(text()),
-            "timeout" => {
-                let seconds = checked.as_float().unwrap_or_default();
-                self.timeout = Duration::try_from_secs_f64(seconds)
-                    .map_err(|error| format!("{path} = {}: {error}", show(value)))?;
-            }
+            "write_policy" => self.settings.write_policy = Some(text()),
+            "timeout" => self.settings.timeout = seconds(&checked, path)?,
+            "drain_timeout" => self.settings.drain_timeout = seconds(&checked, path)?,
+            "promote" => self.settings.promote = checked.as_bool().unwrap_or_default(),
+            "retries" => self.settings.retries = whole(&checked) as u32,
+            "concurrency" => self.settings.concurrency = Some(whole(&checked) as usize),
+            "read_bandwidth" => self.settings.read_bandwidth = Some(whole(&checked)),
+            "write_bandwidth" => self.settings.write_bandwidth = Some(whole(&checked)),
             "key_scheme" => {
                 self.key_scheme = match checked.as_str() {
                     Some("sglang") => KeyScheme::Sglang,
@@ -180,6 +177,16 @@ impl BackendTable {
         }
         table
     }
+}
+
+/// A number that its key's kind let pass.
+fn whole(checked: &Value) -> u64 {
+    checked.as_integer().and_then(|number| u64::try_from(number).ok()).unwrap_or_default()
+}
+
+fn seconds(checked: &Value, path: &str) -> Result<Duration, String> {
+    let seconds = checked.as_float().unwrap_or_default();
+    Duration::try_from_secs_f64(seconds).map_err(|error| format!("{path} = {}: {error}", show(checked)))
 }
 
 fn insert_at(
@@ -264,7 +271,9 @@ mod tests {
     fn every_host_key_is_read() {
         for key in BACKEND_KEYS {
             let value = match key.path {
-                "timeout" => Value::Float(1.0),
+                "timeout" | "drain_timeout" => Value::Float(1.0),
+                "promote" => Value::Boolean(true),
+                "retries" | "concurrency" | "read_bandwidth" | "write_bandwidth" => Value::Integer(7),
                 "sha256" => Value::String("ab".repeat(32)),
                 "write_policy" => Value::String("write_back".into()),
                 "key_scheme" => Value::String("sglang".into()),
@@ -296,7 +305,7 @@ mod tests {
         let over = object(json!({"dir": "/b", "timeout": 2}));
         let merged = table.overlaid(&over).unwrap();
         assert_eq!(Json::Object(merged.own), json!({"dir": "/b", "ttl": 5}));
-        assert_eq!(merged.timeout, Duration::from_secs(2));
+        assert_eq!(merged.settings.timeout, Duration::from_secs(2));
         let error = table.overlaid(&object(json!({"timeout": "soon"}))).unwrap_err();
         assert!(error.starts_with("storage.file.timeout = \"soon\": takes a number"), "{error}");
         assert!(table.overlaid(&object(json!({"sha256": "00"}))).is_err());

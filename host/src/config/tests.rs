@@ -184,7 +184,7 @@ fn a_backend_has_host_keys_and_its_own() {
     );
     let fast = &config.storage.tables["fast"];
     assert_eq!(fast.plugin, "file");
-    assert_eq!(fast.timeout, Duration::from_secs(2));
+    assert_eq!(fast.settings.timeout, Duration::from_secs(2));
     assert_eq!(
         serde_json::Value::Object(fast.own.clone()),
         serde_json::json!({"dir": "/a", "nested": {"a": 1}, "odd.key": 2})

@@ -127,6 +127,89 @@ pub struct BackendLimits {
     pub durable: bool,
 }
 
+/// How the host treats one backend: the keys of `storage.<name>` that are the host's and not the plugin's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackendSettings {
+    /// Name of the write policy towards it; none for the cache's.
+    pub write_policy: Option<String>,
+    /// Most time for one call, its retries included.
+    pub timeout: Duration,
+    /// Time that calls under way get to return before they are cancelled, when the backend leaves.
+    pub drain_timeout: Duration,
+    /// Pages that were read from a backend further down are stored in this one too.
+    pub promote: bool,
+    /// How often a call is made again after an error that says that this can help.
+    pub retries: u32,
+    /// Calls at a time at most; none for as many as the plugin wants.
+    pub concurrency: Option<usize>,
+    /// Bytes a second at most that are read; none for no limit.
+    pub read_bandwidth: Option<u64>,
+    /// Bytes a second at most that are written; none for no limit.
+    pub write_bandwidth: Option<u64>,
+}
+
+/// `BACKEND_KEYS` in the configuration declares the same defaults; a test holds the two together.
+impl Default for BackendSettings {
+    fn default() -> Self {
+        BackendSettings {
+            write_policy: None,
+            timeout: Duration::from_secs(5),
+            drain_timeout: Duration::from_secs(5),
+            promote: false,
+            retries: 2,
+            concurrency: None,
+            read_bandwidth: None,
+            write_bandwidth: None,
+        }
+    }
+}
+
+/// Where a backend goes in the list of those in use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// In the place of the one of this name, in one step; at the end when there is none.
+    Of(String),
+    /// At this position; those from there on move down.
+    At(usize),
+}
+
+/// One way of a backend, as the circuit breaker sees it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WayReport {
+    /// Why it is left alone now; none while it is used.
+    pub resting: Option<String>,
+    /// Calls that failed in a row.
+    pub failures: u32,
+    /// Calls that were not made because it rests.
+    pub skipped: u64,
+    /// Calls that were made again.
+    pub retried: u64,
+}
+
+/// Whether reading from a backend is worth it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BreakEven {
+    /// Measured bytes a second from the backend into host pages.
+    pub load_bytes_per_second: f64,
+    /// Measured seconds that a read takes whatever its length.
+    pub load_latency: f64,
+    /// Measured tokens a second of prefill.
+    pub prefill_tokens_per_second: f64,
+    /// Fewest tokens that are loaded faster than computed; none when computing always wins.
+    pub tokens: Option<u64>,
+}
+
+/// What the guards around a backend have seen.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GuardReport {
+    /// Exists and get.
+    pub reads: WayReport,
+    /// Set, remove and flush.
+    pub writes: WayReport,
+    /// Measured break-even; none before both sides were measured.
+    pub break_even: Option<BreakEven>,
+}
+
 /// Figures of a backend's store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BackendStats {
@@ -152,8 +235,8 @@ pub trait StorageBackend: Send + Sync {
     fn generation(&self) -> u64;
     /// What suits it.
     fn limits(&self) -> BackendLimits;
-    /// How long a single call may take; the default of `storage.<name>.timeout`.
-    fn timeout(&self) -> Duration;
+    /// How the host treats it.
+    fn settings(&self) -> &BackendSettings;
     /// Which prefixes of the chain `keys` it can restore.
     fn batch_exists(
         &self,
@@ -260,12 +343,14 @@ pub struct HostPoolComponent {
 pub trait BackendSink: Send + Sync {
     /// The pool that a backend must register. None when there is no host tier.
     fn host_pool(&self) -> Option<HostPoolDescription>;
-    /// Puts a backend to use. One of the same name is replaced in the same step.
-    fn attached(&self, backend: Arc<dyn StorageBackend>);
+    /// Puts a backend to use, in the same step in which the one whose place it takes leaves.
+    fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place);
     /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.
     fn detached(&self, name: &str) -> bool;
     /// Tells that the store of this backend was emptied: nothing is believed to be stored there any more.
     fn emptied(&self, name: &str);
+    /// What the guards around a backend have seen; none if there is none of this name.
+    fn guards(&self, name: &str) -> Option<GuardReport>;
     /// Names of the prefetch and the write policy in use.
     fn policies(&self) -> (String, String);
     /// Whether these policies could be set.

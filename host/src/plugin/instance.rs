@@ -4,14 +4,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvdock_plugin_api::v0_1::{BackendTable, CallContext, HealthOut, Stats};
 use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
 
 use super::backend::{
-    BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus, Restorable,
-    StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus,
+    Restorable, StorageBackend,
 };
 use super::call::{CallBuffers, CallFailure, Operation, RawInstance, deadline_ns, invoke};
 use super::host_table::HostContext;
@@ -35,8 +35,8 @@ pub struct Parts {
     pub capabilities: Capabilities,
     /// The instance's host context.
     pub context: &'static HostContext,
-    /// Time a call may take.
-    pub timeout: Duration,
+    /// How the host treats it.
+    pub settings: BackendSettings,
     /// Its state.
     pub state: Arc<StateCell>,
     /// Differs between any two instances.
@@ -52,7 +52,7 @@ pub struct Instance {
     context: &'static HostContext,
     generation: u64,
     limits: BackendLimits,
-    timeout: Duration,
+    settings: BackendSettings,
     state: Arc<StateCell>,
     workers: Workers,
     controls: Arc<Controls>,
@@ -136,8 +136,9 @@ impl Instance {
     /// # Errors
     /// When its threads can't be started. The instance is not closed then.
     pub fn new(parts: Parts) -> std::io::Result<Arc<Instance>> {
-        let Parts { name, library, raw, capabilities, context, timeout, state, generation } = parts;
-        let concurrency = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
+        let Parts { name, library, raw, capabilities, context, settings, state, generation } = parts;
+        let wanted = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
+        let concurrency = settings.concurrency.map_or(wanted, |most| wanted.min(most.max(1)));
         let limits = BackendLimits {
             preferred_batch: (capabilities.preferred_batch as usize).clamp(1, 4096),
             concurrency,
@@ -167,7 +168,7 @@ impl Instance {
             context,
             generation,
             limits,
-            timeout,
+            settings,
             state,
             workers,
             controls: Arc::default(),
@@ -382,8 +383,8 @@ impl StorageBackend for Instance {
         self.limits
     }
 
-    fn timeout(&self) -> Duration {
-        self.timeout
+    fn settings(&self) -> &BackendSettings {
+        &self.settings
     }
 
     fn batch_exists(
@@ -450,7 +451,7 @@ impl StorageBackend for Instance {
     }
 
     fn stats(&self) -> Result<BackendStats, BackendError> {
-        self.control(Instant::now() + self.timeout, |table, raw, context| {
+        self.control(Instant::now() + self.settings.timeout, |table, raw, context| {
             let mut out =
                 Stats { pages: 0, bytes_used: 0, bytes_total: 0, failures: 0, get_mean_ns: 0, set_mean_ns: 0 };
             invoke(&mut Vec::new(), |error| {

@@ -229,7 +229,7 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         raw: RawInstance(raw),
         capabilities: api::Capabilities { concurrency, ..api::Capabilities::NONE },
         context,
-        timeout: Duration::from_secs(1),
+        settings: BackendSettings { timeout: Duration::from_secs(1), ..BackendSettings::default() },
         state,
         generation: next_generation(),
     };

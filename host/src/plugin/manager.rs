@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Map, Value};
 
 use super::admin::{AdminError, AttachMode, AttachRequest, BackendStatus, StorageAdmin, StorageStatus};
-use super::backend::{BackendSink, CallOptions, PolicyChange, StorageBackend};
+use super::backend::{BackendSink, CallOptions, Place, PolicyChange, StorageBackend};
 use super::discover::find;
 use super::host_table::PluginMetric;
 use super::identity::WorkerIdentity;
@@ -21,8 +21,6 @@ use super::open::{OpenRequest, open};
 use super::state::BackendState;
 use crate::config::{BackendTable, StorageConfig};
 
-/// Time that calls in flight get to return when a backend is detached or replaced.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after that for cancelled calls to return and for `close`.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -98,7 +96,7 @@ impl PluginManager {
             let plugin = table.plugin.clone();
             match self.shared.bring_up(table) {
                 Ok(attached) => {
-                    self.shared.sink.attached(attached.instance.clone());
+                    self.shared.sink.attached(attached.instance.clone(), Place::Of(name.to_owned()));
                     lock(&self.shared.attached).push(attached);
                 }
                 Err(error) if self.shared.config.required => return Err(error),
@@ -162,7 +160,7 @@ impl Shared {
 
     fn retire(&self, instance: &Arc<Instance>, force: bool, reason: &str) -> bool {
         let now = Instant::now();
-        let drain = if force { now } else { now + DRAIN_TIMEOUT };
+        let drain = if force { now } else { now + instance.settings().drain_timeout };
         let closed = instance.shut(drain, drain + CLOSE_TIMEOUT, reason);
         if !closed {
             lock(&self.zombies).push(instance.clone());
@@ -254,7 +252,7 @@ impl StorageAdmin for PluginManager {
         };
         let mut change = PolicyChange {
             prefetch: request.prefetch_policy.clone(),
-            write: request.write_policy.clone().or_else(|| table.write_policy.clone()),
+            write: request.write_policy.clone().or_else(|| table.settings.write_policy.clone()),
             ..PolicyChange::default()
         };
         let plugin = find(&table.plugin, &self.shared.folders).map_err(AdminError::new)?;
@@ -264,7 +262,8 @@ impl StorageAdmin for PluginManager {
         let new_instance = new.instance.clone();
         // From here on nothing fails.
         self.shared.sink.set_policies(&change);
-        self.shared.sink.attached(new_instance.clone());
+        let place = Place::Of(old.clone().unwrap_or_else(|| name.clone()));
+        self.shared.sink.attached(new_instance.clone(), place);
         let retired = {
             let mut attached = lock(&self.shared.attached);
             match old.as_ref().and_then(|old| attached.iter().position(|a| a.instance.name() == old)) {
@@ -280,9 +279,6 @@ impl StorageAdmin for PluginManager {
         let mut text = format!("{name} (version {version}) is attached.");
         if let Some(retired) = retired {
             let old = retired.instance.name();
-            if old != name {
-                self.shared.sink.detached(old);
-            }
             let closed = self.shared.retire(&retired.instance, false, "replaced");
             text.push_str(&format!(" It replaces {old}"));
             text.push_str(if closed { "." } else { ", which can't be closed because a call into it does not return." });

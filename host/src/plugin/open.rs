@@ -82,7 +82,7 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         raw,
         capabilities,
         context,
-        timeout: request.config.timeout,
+        settings: request.config.settings.clone(),
         state: state.clone(),
         generation: next_generation(),
     };

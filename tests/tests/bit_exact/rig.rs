@@ -10,7 +10,7 @@ use kvdock::config::{BackendTable, Sources};
 use kvdock::engine::{
     Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, Request, RequestStream, SamplingParams, Usage,
 };
-use kvdock::plugin::backend::{BackendSink, HostPoolDescription, PolicyChange, StorageBackend};
+use kvdock::plugin::backend::{BackendSink, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend};
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype};
@@ -237,14 +237,17 @@ impl BackendSink for Sink {
     fn host_pool(&self) -> Option<HostPoolDescription> {
         self.storage.host_pool()
     }
-    fn attached(&self, backend: Arc<dyn StorageBackend>) {
-        self.storage.attached(backend);
+    fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
+        self.storage.attached(backend, place);
     }
     fn detached(&self, name: &str) -> bool {
         self.storage.detached(name)
     }
     fn emptied(&self, name: &str) {
         self.storage.emptied(name);
+    }
+    fn guards(&self, name: &str) -> Option<GuardReport> {
+        self.storage.guards(name)
     }
     fn policies(&self) -> (String, String) {
         ("timeout".to_owned(), "write_through".to_owned())

@@ -3,14 +3,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::belief::{Belief, Breaker};
 use crate::cache::pool::HostPool;
 use crate::cache::stats::{BackendCounters, CacheCounters, StorageResult};
-use crate::plugin::backend::{BackendError, BackendLimits, CallOptions, ErrorKind, PageStatus, StorageBackend};
+use crate::plugin::backend::{
+    BackendError, BackendLimits, BackendSettings, CallOptions, ErrorKind, GuardReport, PageStatus, StorageBackend,
+};
 
 /// Why a call brought nothing.
 #[derive(Debug)]
@@ -113,9 +115,15 @@ impl Attached {
         self.backend.limits()
     }
 
-    /// How long one call may take.
-    pub fn timeout(&self) -> Duration {
-        self.backend.timeout()
+    /// How the host treats it.
+    pub fn settings(&self) -> &BackendSettings {
+        self.backend.settings()
+    }
+
+    /// What the guards have seen.
+    pub fn report(&self) -> GuardReport {
+        let [reads, writes] = [Way::Read, Way::Write].map(|way| self.breakers[way as usize].lock().report());
+        GuardReport { reads, writes, break_even: None }
     }
 
     /// Whether its reads keep failing and it is left alone for now.
@@ -138,7 +146,7 @@ impl Attached {
             self.counters.breaker_skips.fetch_add(1, Ordering::Relaxed);
             return Err(CallFault::Skipped);
         }
-        let options = CallOptions::within(self.timeout());
+        let options = CallOptions::within(self.settings().timeout);
         operation.enter(&options.cancel);
         let result = catch_unwind(AssertUnwindSafe(|| call(&*self.backend, &options)));
         operation.leave(&options.cancel);
@@ -288,7 +296,7 @@ mod tests {
     use crate::plugin::backend::{BackendStats, ChainInfo, PageKey, Restorable};
 
     /// A backend that does nothing but give back what it is told to.
-    struct Late(Mutex<Vec<u32>>, ErrorKind);
+    struct Late(Mutex<Vec<u32>>, ErrorKind, BackendSettings);
 
     impl Late {
         fn refuse<R>(&self) -> Result<R, BackendError> {
@@ -312,8 +320,8 @@ mod tests {
         fn limits(&self) -> BackendLimits {
             BackendLimits { preferred_batch: 1, concurrency: 1, remove: false, durable: false }
         }
-        fn timeout(&self) -> Duration {
-            Duration::from_secs(1)
+        fn settings(&self) -> &BackendSettings {
+            &self.2
         }
         fn batch_exists(&self, _: &CallOptions, _: &[PageKey], _: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
             self.refuse()
@@ -359,7 +367,7 @@ mod tests {
     }
 
     fn attached(kind: ErrorKind) -> (Arc<Late>, Attached) {
-        let backend = Arc::new(Late(Mutex::default(), kind));
+        let backend = Arc::new(Late(Mutex::default(), kind, BackendSettings::default()));
         let counters = Arc::new(CacheCounters::default());
         (Arc::clone(&backend), Attached::new(backend, counters))
     }

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use crate::plugin::backend::PageKey;
+use crate::plugin::backend::{PageKey, WayReport};
 
 /// Keys kept in each half of the set of stored pages.
 const STORED_LIMIT: usize = 262_144;
@@ -111,6 +111,12 @@ impl Breaker {
     /// Whether `allows` would say yes, without taking the one chance after a pause.
     pub fn is_open(&self, now: Instant) -> bool {
         self.open_until.is_some_and(|until| now < until)
+    }
+
+    /// What it has seen.
+    pub fn report(&self) -> WayReport {
+        let resting = self.open_until.map(|_| format!("{} calls in a row failed", self.failures));
+        WayReport { resting, failures: self.failures, ..WayReport::default() }
     }
 
     /// A call went well.

@@ -11,7 +11,7 @@ use super::attached::Attached;
 use super::belief::Belief;
 use crate::cache::pool::HostPool;
 use crate::cache::stats::CacheCounters;
-use crate::plugin::backend::StorageBackend;
+use crate::plugin::backend::{Place, StorageBackend};
 
 /// The backends in use, in order, and those that were, as long as calls of theirs run.
 pub(crate) struct Registry {
@@ -51,14 +51,17 @@ impl Registry {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Puts a backend to use; one of the same name is replaced where it stood.
-    pub fn attach(&self, backend: Arc<dyn StorageBackend>) {
+    /// Puts a backend to use; the one whose place it takes leaves in the same step.
+    pub fn attach(&self, backend: Arc<dyn StorageBackend>, place: &Place) {
         let mut past = self.past.lock();
         let mut list = Vec::clone(&self.current());
         let attached = Arc::new(Attached::new(backend, Arc::clone(&self.counters)));
-        match list.iter_mut().find(|other| other.name() == attached.name()) {
-            Some(place) => past.push(std::mem::replace(place, attached)),
-            None => list.push(attached),
+        match place {
+            Place::Of(name) => match list.iter_mut().find(|other| other.name() == name) {
+                Some(place) => past.push(std::mem::replace(place, attached)),
+                None => list.push(attached),
+            },
+            Place::At(index) => list.insert((*index).min(list.len()), attached),
         }
         self.current.store(Arc::new(list));
         self.epoch.fetch_add(1, Ordering::AcqRel);

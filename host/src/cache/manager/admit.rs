@@ -220,7 +220,7 @@ impl CacheManager {
         };
         let epoch = lower.shared.registry.epoch();
         // One round of questions and one of reads, each of which a backend may use to its deadline.
-        let bound = backends.iter().map(|attached| attached.timeout()).sum::<Duration>() * 2;
+        let bound = backends.iter().map(|attached| attached.settings().timeout).sum::<Duration>() * 2;
         let id = self.new_id();
         let tokens: Arc<[u32]> = state.prompt[..(found.pages + span) * self.page_size].into();
         let session = state.hints.session_id.clone().unwrap_or_default();

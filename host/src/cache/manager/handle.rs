@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::cache::config::PolicyUpdate;
 use crate::cache::controller::{Event, Shared};
-use crate::plugin::backend::{HostPoolDescription, StorageBackend};
+use crate::plugin::backend::{GuardReport, HostPoolDescription, Place, StorageBackend};
 
 /// The storage tier's switch, for threads other than the scheduler's. Clones share one switch.
 /// Everything here may be called at any time, also under load; no request fails because of it.
@@ -25,12 +25,12 @@ impl StorageHandle {
         self.shared.as_ref().map(|shared| shared.host.description().clone())
     }
 
-    /// Puts an opened and registered backend to use, after those already attached; one of the same name is
-    /// replaced where it stood. Pages that the host pool holds are offered to it.
-    pub fn attached(&self, backend: Arc<dyn StorageBackend>) {
+    /// Puts an opened and registered backend to use, in the same step in which the one whose place it takes leaves. Pages that the
+    /// host pool holds are offered to it.
+    pub fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         match &self.shared {
             Some(shared) => {
-                shared.registry.attach(backend);
+                shared.registry.attach(backend, &place);
                 shared.send(Event::StorageChanged);
             }
             None => tracing::error!(
@@ -70,6 +70,12 @@ impl StorageHandle {
         if let Some(shared) = &self.shared {
             shared.send(Event::Policies(update));
         }
+    }
+
+    /// What the guards around a backend have seen. None if there is none of this name.
+    pub fn guards(&self, name: &str) -> Option<GuardReport> {
+        let current = self.shared.as_ref()?.registry.current();
+        current.iter().find(|attached| attached.name() == name).map(|attached| attached.report())
     }
 
     /// Names of the attached backends, in order.

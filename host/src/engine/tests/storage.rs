@@ -7,7 +7,8 @@ use parking_lot::Condvar;
 use super::*;
 use crate::cache::PrefetchPolicy;
 use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, PageKey, PageStatus, Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, PageKey, PageStatus, Place,
+    Restorable, StorageBackend,
 };
 
 /// A store that answers no question until its gate is opened, and then that it has nothing.
@@ -15,6 +16,7 @@ use crate::plugin::backend::{
 struct Gated {
     open: Mutex<bool>,
     opened: Condvar,
+    settings: BackendSettings,
 }
 
 impl Gated {
@@ -37,8 +39,8 @@ impl StorageBackend for Gated {
         BackendLimits { preferred_batch: 32, concurrency: 2, remove: false, durable: false }
     }
 
-    fn timeout(&self) -> Duration {
-        Duration::from_secs(60)
+    fn settings(&self) -> &BackendSettings {
+        &self.settings
     }
 
     fn batch_exists(
@@ -113,7 +115,7 @@ fn start() -> (Rig, Arc<Gated>) {
     };
     let rig = Setup { cache, ..Setup::default() }.start();
     let gated = Arc::new(Gated::default());
-    rig.handle.storage().attached(gated.clone());
+    rig.handle.storage().attached(gated.clone(), Place::At(0));
     (rig, gated)
 }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, ErrorKind, HostPoolDescription, PageKey,
-    PageStatus, Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, HostPoolDescription,
+    PageKey, PageStatus, Restorable, StorageBackend,
 };
 
 /// What outlives a backend: the stored pages.
@@ -68,7 +68,7 @@ pub struct FakeBackend {
     pool: HostPoolDescription,
     pub faults: Faults,
     pub calls: Calls,
-    pub timeout: Duration,
+    pub settings: BackendSettings,
     pub remove: bool,
     late: Mutex<Vec<u32>>,
 }
@@ -84,7 +84,7 @@ impl FakeBackend {
             pool,
             faults: Faults::default(),
             calls: Calls::default(),
-            timeout: Duration::from_secs(10),
+            settings: BackendSettings { timeout: Duration::from_secs(10), retries: 0, ..BackendSettings::default() },
             remove: true,
             late: Mutex::default(),
         }
@@ -171,8 +171,8 @@ impl StorageBackend for FakeBackend {
         BackendLimits { preferred_batch: 4, concurrency: 4, remove: self.remove, durable: true }
     }
 
-    fn timeout(&self) -> Duration {
-        self.timeout
+    fn settings(&self) -> &BackendSettings {
+        &self.settings
     }
 
     fn batch_exists(

@@ -122,7 +122,7 @@ fn i31296_pages_of_a_late_read_are_not_used_again_before_it_returns() {
     let prompt = tokens(1, 10 * PAGE + 1);
     let store = filled(&prompt);
     let mut rig = Rig::new(64, config(16));
-    let backend = rig.attach("fake", &store, |backend| backend.timeout = Duration::from_millis(60));
+    let backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(60));
     // The question is answered and the first batch comes; the second one hangs.
     backend.faults.hang_only.lock().insert(keys(&prompt)[4]);
     backend.faults.hang_reads.store(true, Ordering::Release);
@@ -148,7 +148,7 @@ fn i31296_pages_of_a_late_read_are_not_used_again_before_it_returns() {
 fn pages_of_a_late_write_are_not_used_again_before_it_returns() {
     let store = Store::default();
     let mut rig = Rig::new(64, CacheConfig { backup_retries: 0, ..config(16) });
-    let backend = rig.attach("fake", &store, |backend| backend.timeout = Duration::from_millis(30));
+    let backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(30));
     backend.faults.hang_writes.store(true, Ordering::Release);
     rig.run(&tokens(1, 4 * PAGE + 1));
     assert_eq!(rig.settle().host_quarantined_pages, 4);

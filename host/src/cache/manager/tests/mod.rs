@@ -24,6 +24,7 @@ use crate::cache::config::{CacheConfig, PrefetchPolicy};
 use crate::cache::stats::{CacheStats, NoEvents, StorageOp, StorageResult};
 use crate::cache::types::{Acquire, CacheNamespace, Grant, MissReason, Prefetch, RequestId, ReuseHints};
 use crate::plugin::backend::PageKey;
+use crate::plugin::backend::Place;
 use fake::{FakeBackend, Store};
 
 const PAGE: usize = 4;
@@ -76,7 +77,7 @@ impl Rig {
         let mut backend = FakeBackend::new(name, store, handle.host_pool().unwrap());
         change(&mut backend);
         let backend = Arc::new(backend);
-        handle.attached(Arc::clone(&backend) as Arc<_>);
+        handle.attached(Arc::clone(&backend) as Arc<_>, Place::Of(name.to_owned()));
         backend
     }
 

@@ -90,7 +90,7 @@ fn wait_complete_is_bounded() {
     let prompt = tokens(1, 10 * PAGE + 1);
     let store = filled(&[&prompt]);
     let mut rig = Rig::new(64, config(64));
-    let backend = rig.attach("fake", &store, |backend| backend.timeout = Duration::from_millis(50));
+    let backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(50));
     backend.faults.hang_reads.store(true, Ordering::Release);
     let began = Instant::now();
     let grant = rig.run(&prompt);

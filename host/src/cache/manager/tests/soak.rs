@@ -52,7 +52,7 @@ fn soak(seed: u64) {
     };
     let store = Store::default();
     let mut rig = Rig::new(48, settings);
-    let mut backend = rig.attach("fake", &store, |backend| backend.timeout = Duration::from_millis(30));
+    let mut backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(30));
     let mut live: HashMap<RequestId, Live> = HashMap::new();
     for step in 0..1500 {
         disturb(&mut random, &mut rig, &mut backend, &store);
@@ -145,7 +145,7 @@ fn disturb(random: &mut Random, rig: &mut Rig, backend: &mut Arc<FakeBackend>, s
         21..=23 => {
             backend.faults.hang_reads.store(false, Ordering::Release);
             backend.faults.hang_writes.store(false, Ordering::Release);
-            *backend = rig.attach("fake", store, |backend| backend.timeout = Duration::from_millis(30));
+            *backend = rig.attach("fake", store, |backend| backend.settings.timeout = Duration::from_millis(30));
         }
         24 => drop(rig.cache.flush(Tiers::DEVICE)),
         25 => drop(rig.cache.flush(Tiers::HOST)),
