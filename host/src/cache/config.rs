@@ -31,6 +31,16 @@ pub enum PrefetchPolicy {
     Timeout,
 }
 
+/// Whether a hit in storage is loaded where computing it takes less time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum BreakEvenMode {
+    /// Hits are always loaded.
+    #[default]
+    Off,
+    /// A hit is loaded where the measured speeds of its backend and of prefill say that loading is faster.
+    Auto,
+}
+
 /// Which page leaves first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EvictionPolicy {
@@ -78,6 +88,7 @@ named!(PrefetchPolicy, "cache.prefetch_policy",
     BestEffort => "best_effort",
     WaitComplete => "wait_complete",
     Timeout => "timeout");
+named!(BreakEvenMode, "storage.break_even", Off => "off", Auto => "auto");
 named!(EvictionPolicy, "cache.eviction", Lru => "lru", Lfu => "lfu");
 named!(HostLayout, "cache.host_layout",
     LayerFirst => "layer_first",
@@ -105,6 +116,8 @@ pub struct CacheConfig {
     pub prefetch_timeout_per_ki_token: Duration,
     /// Part of the host pool that running prefetches may fill before no new one starts.
     pub prefetch_occupancy: f64,
+    /// Whether hits are loaded where computing is faster.
+    pub break_even: BreakEvenMode,
     /// Host tokens below which a load to the device is not worth its while.
     pub load_back_threshold: usize,
     /// Which page leaves first, on device and host.
@@ -133,6 +146,7 @@ impl Default for CacheConfig {
             prefetch_timeout_base: Duration::from_secs(1),
             prefetch_timeout_per_ki_token: Duration::from_millis(250),
             prefetch_occupancy: 0.5,
+            break_even: BreakEvenMode::Off,
             load_back_threshold: 10,
             eviction: EvictionPolicy::Lru,
             identity: [0; 32],
@@ -157,6 +171,8 @@ pub struct PolicyUpdate {
     pub prefetch_timeout_base: Option<Duration>,
     /// Part of the `timeout` policy for each 1,024 missing tokens.
     pub prefetch_timeout_per_ki_token: Option<Duration>,
+    /// Whether hits are loaded where computing is faster.
+    pub break_even: Option<BreakEvenMode>,
 }
 
 impl CacheConfig {
@@ -168,6 +184,7 @@ impl CacheConfig {
         self.prefetch_timeout_base = update.prefetch_timeout_base.unwrap_or(self.prefetch_timeout_base);
         self.prefetch_timeout_per_ki_token =
             update.prefetch_timeout_per_ki_token.unwrap_or(self.prefetch_timeout_per_ki_token);
+        self.break_even = update.break_even.unwrap_or(self.break_even);
     }
 }
 
@@ -186,6 +203,7 @@ mod tests {
         for name in ["layer_first", "page_first", "page_first_direct", "page_head"] {
             assert_eq!(name.parse::<HostLayout>().unwrap().as_str(), name);
         }
+        assert_eq!(("auto".parse::<BreakEvenMode>().unwrap().as_str(), BreakEvenMode::Off.as_str()), ("auto", "off"));
         let error = "mru".parse::<EvictionPolicy>().unwrap_err();
         assert_eq!(error.to_string(), "cache.eviction: \"mru\" is none of lru, lfu");
     }

@@ -33,10 +33,12 @@ mod pool;
 mod seal;
 mod tree;
 
-pub use config::{CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
+pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};
-pub use stats::{BackendCounters, CacheCounters, CacheEvents, CacheStats, NoEvents, StorageOp, StorageResult};
+pub use stats::{
+    BackendCounters, CacheCounters, CacheEvents, CacheStats, CallFigures, NoEvents, StorageOp, StorageResult,
+};
 pub use types::{
     Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason, Prefetch, RequestId,
     ReuseHints, Tiers,

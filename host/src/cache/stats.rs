@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-/// Call of a backend that pages are counted by.
+use crate::plugin::backend::BreakerState;
+
+/// Call of a backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum StorageOp {
     /// Pages asked to be read.
@@ -16,6 +18,10 @@ pub enum StorageOp {
     Set,
     /// Pages asked for.
     Exists,
+    /// Pages removed because they were corrupt.
+    Remove,
+    /// What was stored is made durable.
+    Flush,
 }
 
 /// What became of a page in a call.
@@ -36,8 +42,11 @@ pub enum StorageResult {
 }
 
 impl StorageOp {
-    /// All of them.
+    /// Those whose pages are counted by result.
     pub const ALL: [StorageOp; 3] = [StorageOp::Get, StorageOp::Set, StorageOp::Exists];
+    /// All of them.
+    pub const CALLS: [StorageOp; 5] =
+        [StorageOp::Get, StorageOp::Set, StorageOp::Exists, StorageOp::Remove, StorageOp::Flush];
 
     /// Label value.
     pub fn as_str(self) -> &'static str {
@@ -45,6 +54,8 @@ impl StorageOp {
             StorageOp::Get => "get",
             StorageOp::Set => "set",
             StorageOp::Exists => "exists",
+            StorageOp::Remove => "remove",
+            StorageOp::Flush => "flush",
         }
     }
 }
@@ -73,10 +84,59 @@ impl StorageResult {
     }
 }
 
-/// Pages of one backend by call and result. Kept for the life of the process, also over a detach.
+/// Declares figures of calls once, as atomics and as a snapshot.
+macro_rules! call_figures {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
+        /// Calls of one kind to one backend, so far.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct CallFigures {
+            $($(#[$doc])* pub $name: u64,)+
+        }
+
+        #[derive(Debug, Default)]
+        pub(super) struct CallCounters {
+            $(pub $name: AtomicU64,)+
+        }
+
+        impl CallCounters {
+            fn snapshot(&self) -> CallFigures {
+                CallFigures { $($name: self.$name.load(Ordering::Relaxed),)+ }
+            }
+        }
+    };
+}
+
+call_figures! {
+    /// Calls that went well, retries not counted.
+    ok,
+    /// Calls that failed after all their retries.
+    failed,
+    /// Calls that were called off by the host.
+    cancelled,
+    /// Calls that were not made because the backend rests or left.
+    skipped,
+    /// Calls that were given up because the bandwidth limit or the calls before them left no time.
+    crowded_out,
+    /// Calls that were made again.
+    retries,
+    /// Time in the backend, in nanoseconds.
+    nanos,
+    /// Calls that waited until another one of the backend had ended.
+    queued,
+    /// Time they waited, in nanoseconds.
+    queued_nanos,
+    /// Time calls waited for the bandwidth limit, in nanoseconds.
+    limited_nanos,
+    /// Bytes of the pages that were read or stored.
+    bytes,
+}
+
+/// Figures of one backend. Kept for the life of the process, also over a detach.
 #[derive(Debug, Default)]
 pub struct BackendCounters {
-    pages: [[AtomicU64; 6]; 3],
+    pages: [[AtomicU64; 6]; 5],
+    calls: [CallCounters; 5],
+    breakers: [AtomicU8; 2],
 }
 
 impl BackendCounters {
@@ -90,6 +150,26 @@ impl BackendCounters {
     /// Pages so far.
     pub fn get(&self, op: StorageOp, result: StorageResult) -> u64 {
         self.pages[op as usize][result as usize].load(Ordering::Relaxed)
+    }
+
+    /// Calls so far.
+    pub fn calls(&self, op: StorageOp) -> CallFigures {
+        self.calls[op as usize].snapshot()
+    }
+
+    /// What the circuit breakers for reads and for writes do now.
+    pub fn breakers(&self) -> [BreakerState; 2] {
+        [0, 1].map(|way| BreakerState::ALL[usize::from(self.breakers[way].load(Ordering::Relaxed)).min(2)])
+    }
+
+    #[allow(dead_code)]
+    pub(super) fn call(&self, op: StorageOp) -> &CallCounters {
+        &self.calls[op as usize]
+    }
+
+    #[allow(dead_code)]
+    pub(super) fn set_breaker(&self, way: usize, state: BreakerState) {
+        self.breakers[way].store(state as u8, Ordering::Relaxed);
     }
 }
 
@@ -177,6 +257,14 @@ counters! {
     unfulfilled_storage_transfer_tokens,
     /// Tokens found that came after the request stopped waiting.
     unfulfilled_deadline_tokens,
+    /// Tokens not asked for or found and not fetched: computing them is faster.
+    unfulfilled_not_worth_tokens,
+    /// Fetches that were made though computing is faster, to measure the backend anew.
+    break_even_explored,
+    /// Tokens that came from another backend after the first one that has them failed to deliver.
+    fallback_tokens,
+    /// Tokens that are to be stored in a backend because they were read from one further down.
+    promoted_tokens,
     /// Prefetches not begun because too much of the host pool is in their hands.
     prefetch_rate_limited,
     /// Requests that waited for another request's prefetch.

@@ -115,6 +115,8 @@ pub enum MissReason {
     StorageOff,
     /// The host pool has no room for more prefetches, or none at all.
     HostFull,
+    /// Storage has it or may have it, and computing it is faster than loading it.
+    NotWorthIt,
 }
 
 impl MissReason {
@@ -130,6 +132,7 @@ impl MissReason {
             MissReason::NamespaceDiffers => "namespace differs",
             MissReason::StorageOff => "storage off",
             MissReason::HostFull => "host full",
+            MissReason::NotWorthIt => "not worth it",
         }
     }
 }

@@ -28,6 +28,7 @@ fn parse(change: &PolicyChange) -> Result<PolicyUpdate, String> {
         prefetch_threshold: change.prefetch_threshold,
         prefetch_timeout_base: change.prefetch_timeout_base,
         prefetch_timeout_per_ki_token: change.prefetch_timeout_per_ki_token,
+        break_even: None,
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 pub use kvdock_plugin_api::{ErrorKind, PageStatus};
 
@@ -48,10 +48,13 @@ pub struct ChainInfo<'a> {
     pub session_id: &'a str,
 }
 
-/// The prefix lengths, in pages, that a store can restore in full. Length 0 always can.
+/// The prefix lengths, in pages, that a store can restore in full. Length 0 always can. Beside them, which single pages are there, also
+/// behind one that is not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Restorable {
     lengths: Vec<bool>,
+    /// One entry a page; empty where the store said nothing of single pages.
+    present: Vec<bool>,
 }
 
 impl Restorable {
@@ -71,7 +74,13 @@ impl Restorable {
             lengths.push(true);
         }
         lengths[0] = true;
-        Restorable { lengths }
+        Restorable { lengths, present: Vec::new() }
+    }
+
+    /// Adds which single pages the store has.
+    pub fn with_present(mut self, present: Vec<bool>) -> Self {
+        self.present = present;
+        self
     }
 
     /// The greatest length that can be restored.
@@ -90,10 +99,17 @@ impl Restorable {
         self.lengths.get(pages).copied().unwrap_or(false)
     }
 
+    /// Whether page `page` of the span can be read: it is in a prefix that can be restored, or the store named it.
+    pub fn has_page(&self, page: usize) -> bool {
+        page < self.longest() || self.present.get(page).copied().unwrap_or(false)
+    }
+
     /// The lengths that both can restore; what several pools or ranks agree on.
     pub fn intersect(&self, other: &Restorable) -> Restorable {
-        let lengths = self.lengths.iter().zip(&other.lengths).map(|(a, b)| *a && *b).collect();
-        Restorable::from_mask(lengths)
+        let lengths: Vec<bool> = self.lengths.iter().zip(&other.lengths).map(|(a, b)| *a && *b).collect();
+        let pages = lengths.len() - 1;
+        let present = (0..pages).map(|page| self.has_page(page) && other.has_page(page)).collect();
+        Restorable::from_mask(lengths).with_present(present)
     }
 }
 
@@ -173,17 +189,55 @@ pub enum Place {
     At(usize),
 }
 
-/// One way of a backend, as the circuit breaker sees it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// Whether the circuit breaker lets calls through.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum BreakerState {
+    /// All of them.
+    #[default]
+    Closed,
+    /// One at a time, to find out whether the backend works again.
+    HalfOpen,
+    /// None: the backend rests.
+    Open,
+}
+
+impl BreakerState {
+    /// All of them.
+    pub const ALL: [BreakerState; 3] = [BreakerState::Closed, BreakerState::HalfOpen, BreakerState::Open];
+
+    /// Name in status replies and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            BreakerState::Closed => "closed",
+            BreakerState::HalfOpen => "half_open",
+            BreakerState::Open => "open",
+        }
+    }
+}
+
+/// One way of a backend, as the guards see it. Counts begin with the attach.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct WayReport {
+    /// What the circuit breaker does now.
+    pub breaker: BreakerState,
     /// Why it is left alone now; none while it is used.
     pub resting: Option<String>,
-    /// Calls that failed in a row.
+    /// When the breaker took its state; none while it never opened.
+    pub since: Option<SystemTime>,
+    /// Calls that failed in a row, each with all its retries.
     pub failures: u32,
-    /// Calls that were not made because it rests.
+    /// Calls that were made, retries not counted.
+    pub calls: u64,
+    /// Of these, calls that failed.
+    pub failed: u64,
+    /// Calls that were not made because it rests or left.
     pub skipped: u64,
     /// Calls that were made again.
     pub retried: u64,
+    /// Calls that waited until another one of the backend had ended.
+    pub queued: u64,
+    /// Calls that were given up because the bandwidth limit or the calls before them left no time.
+    pub crowded_out: u64,
 }
 
 /// Whether reading from a backend is worth it.

@@ -397,7 +397,8 @@ impl StorageBackend for Instance {
             return Ok(Restorable::none(0));
         }
         self.data_call(Operation::Exists, options, keys, &[], chain, |buffers| {
-            Restorable::from_mask(buffers.restorable.iter().map(|byte| *byte == 1).collect())
+            let present = buffers.statuses.iter().map(|raw| PageStatus::from_raw(*raw) == PageStatus::Ok).collect();
+            Restorable::from_mask(buffers.restorable.iter().map(|byte| *byte == 1).collect()).with_present(present)
         })
     }
 

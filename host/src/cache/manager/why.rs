@@ -28,7 +28,12 @@ impl CacheManager {
             // After a hit that broke off, the rest is not the fault of what broke.
             let asked = if start == granted { storage.reason } else { None };
             let reason = match asked {
-                Some(reason @ (MissReason::BackendSlow | MissReason::BackendFailed | MissReason::Corrupt)) => reason,
+                Some(
+                    reason @ (MissReason::BackendSlow
+                    | MissReason::BackendFailed
+                    | MissReason::Corrupt
+                    | MissReason::NotWorthIt),
+                ) => reason,
                 _ if start == 0 && self.tree.is_elsewhere(root, page) => MissReason::NamespaceDiffers,
                 _ if self.tree.was_evicted(root, start, page) => MissReason::Evicted,
                 other => other.unwrap_or(MissReason::NotStored),
