@@ -11,6 +11,8 @@
 mod backend;
 mod batch;
 mod call;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod describe;
 mod error;
 mod exists;

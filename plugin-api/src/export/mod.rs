@@ -219,7 +219,8 @@ macro_rules! export_plugin {
         config_schema: $schema:expr,
         check_config: $check:expr $(,)?
     ) => {
-        const KVDOCK_NOTE_SOURCE: $crate::note::NoteSource = $crate::note::NoteSource {
+        /// What the note of this plugin says.
+        pub const KVDOCK_NOTE_SOURCE: $crate::note::NoteSource = $crate::note::NoteSource {
             name: $name,
             version: env!("CARGO_PKG_VERSION"),
             license: env!("CARGO_PKG_LICENSE"),

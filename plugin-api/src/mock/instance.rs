@@ -30,7 +30,7 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    pub(super) fn context(&self) -> CallContext {
+    pub(crate) fn context(&self) -> CallContext {
         CallContext {
             deadline_ns: self.deadline.map_or(0, |time| monotonic_ns() + time.as_nanos() as u64),
             cancel: self.cancel.map_or(std::ptr::null(), |flag| flag.as_ptr().cast_const()),
@@ -58,7 +58,7 @@ impl Part {
         Part { pool: pool.id(), keys: keys.to_vec(), pages: pages.to_vec(), layers: None }
     }
 
-    pub(super) fn transfer(&self, statuses: *mut u8) -> PoolTransfer {
+    pub(crate) fn transfer(&self, statuses: *mut u8) -> PoolTransfer {
         let (layer_first, layer_count) = self.layers.unwrap_or_default();
         PoolTransfer {
             pool: self.pool,
@@ -129,6 +129,31 @@ impl Found {
     }
 }
 
+/// An identity as it crosses the boundary; it borrows the texts.
+pub(crate) fn raw_identity(identity: &Identity) -> v0_1::Identity {
+    v0_1::Identity {
+        namespace_digest: identity.namespace,
+        namespace_json: identity.namespace_json.as_str().into(),
+        model_name: identity.model_name.as_str().into(),
+        weights_digest: identity.weights_digest,
+        numerics_id: identity.numerics_id.as_str().into(),
+        page_tokens: identity.page_tokens,
+        tp_rank: identity.tp.0,
+        tp_size: identity.tp.1,
+        pp_rank: identity.pp.0,
+        pp_size: identity.pp.1,
+        cp_rank: identity.cp.0,
+        cp_size: identity.cp.1,
+        dp_rank: identity.dp.0,
+        dp_size: identity.dp.1,
+        dcp_rank: identity.dcp.0,
+        dcp_size: identity.dcp.1,
+        tp_lcm_size: identity.tp_lcm_size,
+        replicated: u32::from(identity.replicated),
+        writer: u32::from(identity.writer),
+    }
+}
+
 /// Calls a C function and reads its error.
 pub(super) fn call(run: impl FnOnce(*mut ErrorOut) -> v0_1::Status) -> Result<()> {
     let mut message = [0u8; MESSAGE_CAPACITY];
@@ -185,27 +210,7 @@ impl Instance {
         identity: &Identity,
         options: &Options<'_>,
     ) -> Result<Instance> {
-        let raw = v0_1::Identity {
-            namespace_digest: identity.namespace,
-            namespace_json: identity.namespace_json.as_str().into(),
-            model_name: identity.model_name.as_str().into(),
-            weights_digest: identity.weights_digest,
-            numerics_id: identity.numerics_id.as_str().into(),
-            page_tokens: identity.page_tokens,
-            tp_rank: identity.tp.0,
-            tp_size: identity.tp.1,
-            pp_rank: identity.pp.0,
-            pp_size: identity.pp.1,
-            cp_rank: identity.cp.0,
-            cp_size: identity.cp.1,
-            dp_rank: identity.dp.0,
-            dp_size: identity.dp.1,
-            dcp_rank: identity.dcp.0,
-            dcp_size: identity.dcp.1,
-            tp_lcm_size: identity.tp_lcm_size,
-            replicated: u32::from(identity.replicated),
-            writer: u32::from(identity.writer),
-        };
+        let raw = raw_identity(identity);
         let (host, host_context) = host.table();
         let args = v0_1::OpenArgs {
             context: options.context(),
@@ -437,8 +442,7 @@ pub(super) fn exists(
     run: impl FnOnce(&ExistsArgs, *mut ErrorOut) -> v0_1::Status,
 ) -> Result<Found> {
     let pools: Vec<v0_1::PoolQuery> = queries.iter().map(|query| query.raw).collect();
-    // Other values than 0 and 1, to see that the plugin writes every entry.
-    let mut restorable = vec![7u8; keys.len() + 1];
+    let mut restorable = vec![0u8; keys.len() + 1];
     let mut present = vec![0u8; keys.len() * pools.len()];
     let args = ExistsArgs {
         context: options.context(),

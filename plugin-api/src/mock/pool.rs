@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::v0_1::{self, NONE, PoolDesc};
 use crate::{ComponentKind, Dtype, HitPolicy, MemoryKind, PoolRole};
@@ -66,6 +66,10 @@ pub struct PoolSpec {
     pub group_pages: u32,
     /// Pool whose page indices this one shares.
     pub indices_from_pool: Option<u32>,
+    /// Bytes between the pieces of neighbouring pages that belong to no page.
+    pub gap: u64,
+    /// The last segment lies in a region of its own.
+    pub last_segment_apart: bool,
 }
 
 impl PoolSpec {
@@ -90,6 +94,8 @@ impl PoolSpec {
             block_pages: 0,
             group_pages: 0,
             indices_from_pool: None,
+            gap: 0,
+            last_segment_apart: false,
         }
     }
 
@@ -170,11 +176,29 @@ impl PoolSpec {
     }
 }
 
+/// Where each segment lies, and how long the regions are, from `start` on in the first one.
+fn plan(spec: &PoolSpec, start: u64) -> (Vec<Plane>, Vec<u64>) {
+    let mut lens = vec![start];
+    let mut planes = Vec::new();
+    for (index, len) in spec.segments.iter().enumerate() {
+        if spec.last_segment_apart && index > 0 && index + 1 == spec.segments.len() {
+            lens.push(0);
+        }
+        let region = lens.len() - 1;
+        let stride = len + spec.gap;
+        planes.push(Plane { region, offset: lens[region], stride, len: *len });
+        lens[region] += stride * spec.pages;
+    }
+    (planes, lens)
+}
+
+/// A memfd, mapped between two pages that nobody may touch: an access beyond its ends is a fault of the process.
 #[derive(Debug)]
 struct Memory {
-    fd: Option<OwnedFd>,
+    fd: OwnedFd,
     base: *mut u8,
     len: usize,
+    reserved: (*mut c_void, usize),
 }
 
 // SAFETY: the mapping is shared memory like any heap; who touches which page when is ruled by the boundary.
@@ -182,21 +206,50 @@ unsafe impl Send for Memory {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Memory {}
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: base and len are what mmap gave; the last holder is gone.
-            let _ = unsafe { munmap(self.base.cast(), self.len) };
-        }
+impl Memory {
+    #[allow(clippy::expect_used, reason = "a helper of tests: without memory there is no test")]
+    fn new(len: u64) -> Memory {
+        let fd = memfd_create("kvdock-mock-pool", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&fd, len).expect("memory of that size");
+        let page = rustix::param::page_size();
+        let reserved_len = (len as usize).next_multiple_of(page) + 2 * page;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let reserved = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), reserved_len, ProtFlags::empty(), MapFlags::PRIVATE)
+                .expect("a range of addresses")
+        };
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: the place lies inside of the range that was just reserved, and nobody else knows it.
+        let base =
+            unsafe { mmap(reserved.byte_add(page), len as usize, protection, flags, &fd, 0) }.expect("a mapping");
+        Memory { fd, base: base.cast(), len: len as usize, reserved: (reserved, reserved_len) }
     }
 }
 
-/// A pool in a memfd: plane after plane, each segment of page `i` at `i * stride` of its plane. Cheap to clone; the memory lives until the
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: address and length are what was reserved; the last holder is gone.
+        let _ = unsafe { munmap(self.reserved.0, self.reserved.1) };
+    }
+}
+
+/// Where the pieces of a segment lie: page `i` has it at `base of region + offset + i * stride`.
+#[derive(Debug, Clone, Copy)]
+struct Plane {
+    region: usize,
+    offset: u64,
+    stride: u64,
+    len: u64,
+}
+
+/// A pool in memfds: plane after plane, each segment of page `i` at `i * stride` of its plane. Cheap to clone; the memory lives until the
 /// last holder is gone, and an instance holds its pools until it is closed.
 #[derive(Debug, Clone)]
 pub struct MockPool {
     spec: Arc<PoolSpec>,
-    memory: Arc<Memory>,
+    regions: Vec<Arc<Memory>>,
+    planes: Arc<[Plane]>,
 }
 
 impl MockPool {
@@ -204,21 +257,74 @@ impl MockPool {
     ///
     /// # Panics
     /// When the system has no memory for it.
-    #[allow(clippy::expect_used, reason = "a helper of tests: without memory there is no test")]
     pub fn new(spec: PoolSpec) -> MockPool {
-        let len = (spec.segments.iter().sum::<u64>() * spec.pages) as usize;
-        let memory = if len == 0 {
-            Memory { fd: None, base: std::ptr::null_mut(), len: 0 }
-        } else {
-            let fd = memfd_create("kvdock-mock-pool", MemfdFlags::CLOEXEC).expect("a memfd");
-            ftruncate(&fd, len as u64).expect("memory of that size");
-            let protection = ProtFlags::READ | ProtFlags::WRITE;
-            // SAFETY: a new mapping at an address of the kernel's choice.
-            let base =
-                unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, &fd, 0) }.expect("a mapping");
-            Memory { fd: Some(fd), base: base.cast(), len }
+        let (planes, lens) = plan(&spec, 0);
+        let regions = lens.iter().filter(|len| **len > 0).map(|len| Arc::new(Memory::new(*len))).collect();
+        MockPool { spec: Arc::new(spec), regions, planes: planes.into() }
+    }
+
+    /// Makes pools that lie one after the other in one region.
+    ///
+    /// # Panics
+    /// When the system has no memory for them, or one wants its last segment apart.
+    pub fn in_one_region(specs: &[PoolSpec]) -> Vec<MockPool> {
+        let mut end = 0;
+        let mut planned = Vec::new();
+        for spec in specs {
+            assert!(!spec.last_segment_apart, "pools in one region have no segment apart");
+            let (planes, lens) = plan(spec, end);
+            end = lens[0];
+            planned.push(planes);
+        }
+        let memory = Arc::new(Memory::new(end));
+        let pool = |(spec, planes): (&PoolSpec, Vec<Plane>)| MockPool {
+            spec: Arc::new(spec.clone()),
+            regions: vec![memory.clone()],
+            planes: planes.into(),
         };
-        MockPool { spec: Arc::new(spec), memory: Arc::new(memory) }
+        specs.iter().zip(planned).map(pool).collect()
+    }
+
+    /// Another pool that names the same bytes.
+    pub fn same_bytes(&self, id: u32, name: &str) -> MockPool {
+        let spec = PoolSpec { id, name: name.to_owned(), role: PoolRole::Side, ..(*self.spec).clone() };
+        MockPool { spec: Arc::new(spec), ..self.clone() }
+    }
+
+    /// All bytes of its regions.
+    pub fn snapshot(&self) -> Vec<Vec<u8>> {
+        let bytes = |memory: &Arc<Memory>| {
+            // SAFETY: the mapping has these bytes; tests look at them only while no call is in flight on them.
+            unsafe { std::slice::from_raw_parts(memory.base, memory.len) }.to_vec()
+        };
+        self.regions.iter().map(bytes).collect()
+    }
+
+    /// Says in words which byte outside of the pages `except` differs from a snapshot, the first one.
+    pub fn difference(&self, snapshot: &[Vec<u8>], except: &[u32]) -> Option<String> {
+        let now = self.snapshot();
+        now.iter().zip(snapshot).enumerate().find_map(|(region, (now, before))| {
+            let mut differing = (0..now.len()).filter(|at| now[*at] != before[*at]);
+            differing.find_map(|at| {
+                let place = self.place(region, at as u64);
+                match place {
+                    Some((page, _, _)) if except.contains(&page) => None,
+                    Some((page, segment, byte)) => {
+                        Some(format!("byte {byte} of segment {segment} of page {page} has changed"))
+                    }
+                    None => Some(format!("byte {at} of region {region}, which belongs to no page, has changed")),
+                }
+            })
+        })
+    }
+
+    /// The page, segment and byte that a byte of a region belongs to.
+    fn place(&self, region: usize, at: u64) -> Option<(u32, usize, u64)> {
+        self.planes.iter().enumerate().filter(|(_, plane)| plane.region == region).find_map(|(segment, plane)| {
+            let from = at.checked_sub(plane.offset)?;
+            let (page, byte) = (from / plane.stride.max(1), from % plane.stride.max(1));
+            (page < self.spec.pages && byte < plane.len).then_some((page as u32, segment, byte))
+        })
     }
 
     /// What it is made of.
@@ -236,11 +342,9 @@ impl MockPool {
 
     fn pieces(&self, page: u32) -> impl Iterator<Item = (*mut u8, usize)> {
         assert!(u64::from(page) < self.spec.pages, "page {page} of {}", self.spec.pages);
-        let mut plane = 0u64;
-        self.spec.segments.iter().map(move |len| {
-            let offset = plane + u64::from(page) * len;
-            plane += len * self.spec.pages;
-            (self.memory.base.wrapping_add(offset as usize), *len as usize)
+        self.planes.iter().map(move |plane| {
+            let offset = plane.offset + u64::from(page) * plane.stride;
+            (self.regions[plane.region].base.wrapping_add(offset as usize), plane.len as usize)
         })
     }
 
@@ -299,27 +403,26 @@ impl MockPool {
     }
 
     /// Calls `body` with the description that crosses the boundary.
-    pub(super) fn describe<T>(&self, body: impl FnOnce(&PoolDesc) -> T) -> T {
+    pub(crate) fn describe<T>(&self, body: impl FnOnce(&PoolDesc) -> T) -> T {
         let spec = &*self.spec;
-        let region = v0_1::Region {
-            base: self.memory.base.cast::<c_void>(),
-            len: self.memory.len as u64,
+        let region = |memory: &Arc<Memory>| v0_1::Region {
+            base: memory.base.cast::<c_void>(),
+            len: memory.len as u64,
             memory_kind: spec.memory_kind,
-            fd: self.memory.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd),
+            fd: memory.fd.as_raw_fd(),
             fd_offset: 0,
             device_uuid: [0; 16],
             flags: 0,
         };
-        let mut plane = 0;
-        let segments: Vec<v0_1::Segment> = spec
-            .segments
-            .iter()
-            .map(|len| {
-                let segment = v0_1::Segment { region: 0, reserved: 0, offset: plane, stride: *len, len: *len };
-                plane += len * spec.pages;
-                segment
-            })
-            .collect();
+        let regions: Vec<v0_1::Region> = self.regions.iter().map(region).collect();
+        let segment = |plane: &Plane| v0_1::Segment {
+            region: plane.region as u32,
+            reserved: 0,
+            offset: plane.offset,
+            stride: plane.stride,
+            len: plane.len,
+        };
+        let segments: Vec<v0_1::Segment> = self.planes.iter().map(segment).collect();
         body(&PoolDesc {
             pool: spec.id,
             role: spec.role.raw(),
@@ -331,8 +434,8 @@ impl MockPool {
             page_tokens: spec.page_tokens,
             layers: spec.layers,
             page_bytes: self.page_bytes() as u64,
-            regions: &raw const region,
-            region_count: u64::from(self.memory.len > 0),
+            regions: regions.as_ptr(),
+            region_count: regions.len() as u64,
             segments: segments.as_ptr(),
             segment_count: segments.len() as u64,
             components: spec.components.as_ptr(),

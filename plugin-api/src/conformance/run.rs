@@ -1,0 +1,192 @@
+//! Runs rules.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::bench::Bench;
+use super::calls::{HANG, Watch};
+use super::report::{Entry, Finding, Report, Verdict};
+use super::{Declared, Rule, Stop, rules};
+use crate::raw::panic_message;
+use crate::v0_1::EntryFn;
+
+/// How much time things may take. They are there to end a plugin that hangs, not to measure one.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Time that a call has when a rule says nothing else.
+    pub call: Duration,
+    /// How long after its deadline a call may return.
+    pub late: Duration,
+    /// How long after its deadline a call counts as one that never returns.
+    pub hang: Duration,
+    /// How long a step of a rule may take.
+    pub step: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            call: Duration::from_secs(30),
+            late: Duration::from_secs(5),
+            hang: Duration::from_secs(15),
+            step: Duration::from_secs(120),
+        }
+    }
+}
+
+impl Limits {
+    /// The same with all times multiplied.
+    pub fn times(self, factor: u32) -> Limits {
+        let Limits { call, late, hang, step } = self;
+        Limits { call: call * factor, late: late * factor, hang: hang * factor, step: step * factor }
+    }
+}
+
+/// The plugin that is looked at.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// Its entry function.
+    pub entry: EntryFn,
+    /// What its note says.
+    pub declared: Declared,
+    /// The configuration that instances are opened with; `{scratch}` stands for a fresh folder.
+    pub config: Value,
+}
+
+/// Runs rules against an entry function in this process.
+#[derive(Debug, Clone)]
+pub struct Suite {
+    subject: Subject,
+    limits: Limits,
+    only: Vec<String>,
+    alone: bool,
+}
+
+impl Suite {
+    /// All rules, with the configuration of the note.
+    pub fn new(entry: EntryFn, declared: impl Into<Declared>) -> Suite {
+        let declared = declared.into();
+        let config = declared.check_config.clone();
+        Suite {
+            subject: Subject { entry, declared, config },
+            limits: Limits::default(),
+            only: Vec::new(),
+            alone: false,
+        }
+    }
+    /// Another configuration than that of the note.
+    pub fn config(mut self, config: Value) -> Suite {
+        self.subject.config = config;
+        self
+    }
+    /// Only rules whose name is `id`, or begins with it; may be said more than once.
+    pub fn only(mut self, id: &str) -> Suite {
+        self.only.push(id.to_owned());
+        self
+    }
+    /// Other limits of time.
+    pub fn limits(mut self, limits: Limits) -> Suite {
+        self.limits = limits;
+        self
+    }
+    /// Says that nothing else runs in this process, so that rules about threads, files and the state of the process can be run too.
+    pub fn alone(mut self) -> Suite {
+        self.alone = true;
+        self
+    }
+
+    /// Runs the rules.
+    pub fn run(&self) -> Report {
+        let asked = |rule: &&Rule| self.only.is_empty() || self.only.iter().any(|id| rule.id.starts_with(id.as_str()));
+        Report::gather(rules().filter(asked).map(|rule| self.run_rule(rule)).collect())
+    }
+
+    fn run_rule(&self, rule: &'static Rule) -> Entry {
+        let began = Instant::now();
+        let verdict = if rule.alone && !self.alone {
+            Verdict::Skipped("it needs a process of its own, as kvdock plugin check gives it".to_owned())
+        } else {
+            self.run_steps(rule)
+        };
+        Entry { rule, verdict, took: began.elapsed() }
+    }
+
+    fn run_steps(&self, rule: &'static Rule) -> Verdict {
+        let scratch = match tempfile::tempdir() {
+            Ok(scratch) => scratch,
+            Err(error) => return Verdict::Skipped(format!("there is no scratch folder: {error}")),
+        };
+        for step in 0..rule.steps.len() {
+            match run_step(&self.subject, rule, step, scratch.path(), self.limits) {
+                Verdict::Passed => {}
+                other => return other,
+            }
+        }
+        Verdict::Passed
+    }
+}
+
+/// Runs one step of a rule in this process, with a scratch folder that the steps of the rule share. A call that does not return is a
+/// finding; its thread stays behind.
+pub fn run_step(subject: &Subject, rule: &'static Rule, step: usize, scratch: &Path, limits: Limits) -> Verdict {
+    let declared = subject.declared.capabilities.raw().flags;
+    if let Some(missing) = rule.needs.iter().find(|needed| declared & needed.raw() == 0) {
+        return Verdict::Skipped(format!("its note does not declare the capability {missing}"));
+    }
+    let Some(run) = rule.steps.get(step).copied() else {
+        return Verdict::Skipped(format!("it has no step {step}"));
+    };
+    let watch = Arc::new(Watch::new(limits));
+    let bench = Bench::new(subject, rule, scratch, watch.clone());
+    let (done, ended) = mpsc::channel();
+    let body = move || {
+        let result = catch_unwind(AssertUnwindSafe(|| run(&bench)));
+        // Nobody listens any more when the step took too long.
+        let _ = done.send(result);
+    };
+    let thread = match std::thread::Builder::new().name("conformance".to_owned()).spawn(body) {
+        Ok(thread) => thread,
+        Err(error) => return Verdict::Skipped(format!("there is no thread for it: {error}")),
+    };
+    let began = Instant::now();
+    loop {
+        match ended.recv_timeout(Duration::from_millis(50)) {
+            Ok(result) => {
+                let _ = thread.join();
+                return verdict(result);
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return failed(None, "the rule ends", "its thread ended without a word");
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        if let Some((call, late)) = watch.hung() {
+            return failed(
+                Some(HANG),
+                format!("{call} returns"),
+                format!("it has not returned {late:.0?} after its deadline"),
+            );
+        }
+        if began.elapsed() > limits.step {
+            return failed(None, "the rule ends", format!("it did not end within {:?}", limits.step));
+        }
+    }
+}
+
+fn verdict(result: std::thread::Result<super::Check>) -> Verdict {
+    match result {
+        Ok(Ok(())) => Verdict::Passed,
+        Ok(Err(Stop::Skip(why))) => Verdict::Skipped(why),
+        Ok(Err(Stop::Fail(finding))) => Verdict::Failed(vec![finding]),
+        Err(payload) => failed(None, "the rule ends", format!("the suite stopped: {}", panic_message(&*payload))),
+    }
+}
+
+fn failed(rule: Option<&str>, expected: impl Into<String>, seen: impl Into<String>) -> Verdict {
+    let rule = rule.map(str::to_owned);
+    Verdict::Failed(vec![Finding { rule, expected: expected.into(), seen: seen.into() }])
+}
