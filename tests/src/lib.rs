@@ -7,6 +7,7 @@
 // A test helper that can't go on panics: that is how a test fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+pub mod broken;
 pub mod client;
 #[cfg(test)]
 mod known_failures;

@@ -28,6 +28,11 @@ pub fn file_plugin() -> PathBuf {
     existing(build().join("libkvdock_plugin_file.so"), "the file plugin")
 }
 
+/// The plugin into which tests plant faults; see [`crate::broken`].
+pub fn broken_plugin() -> PathBuf {
+    existing(build().join("libkvdock_broken_plugin.so"), "the plugin of tests/broken")
+}
+
 /// The small real model: `KVDOCK_TEST_MODEL`, or where `cargo xtask test` keeps it.
 pub fn model() -> PathBuf {
     let file = std::env::var_os("KVDOCK_TEST_MODEL")

@@ -1,0 +1,375 @@
+//! The linker face: loads run on a thread a batch, offloads on one thread in the order of their queueing.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvdock_plugin_api::{
+    Backend as _, Call, Completed, Error, ErrorKind, Exists, Get, Host, Linker, Load, Offload, Page, PageStatus, Ready,
+    ReadyKind, Result, Set, Start, monotonic_ns,
+};
+use parking_lot::{Condvar, Mutex};
+
+use crate::backend::Backend;
+use crate::pages::{self, Run};
+use crate::store::{Name, Store, Stored};
+
+/// How often a wait looks at flags.
+const LOOK: Duration = Duration::from_micros(200);
+
+/// Queued loads, running batches and offloads of an instance, and the threads that serve them.
+pub struct Loads {
+    shared: Arc<Shared>,
+    offloads: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    host: Host,
+    store: Arc<Store>,
+    namespace: [u8; 32],
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queued: Vec<Load>,
+    batches: HashMap<u64, Running>,
+    offloads: VecDeque<Queued>,
+    /// Set while the thread of the offloads touches pages.
+    busy: bool,
+    closing: bool,
+}
+
+struct Running {
+    stop: Arc<AtomicBool>,
+    ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+struct Queued {
+    offload: Arc<Offload>,
+    stop: Arc<AtomicBool>,
+    done: Option<Result<()>>,
+}
+
+impl Loads {
+    /// Starts the thread of the offloads.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn start(host: Host, store: Arc<Store>, namespace: [u8; 32]) -> Result<Loads> {
+        let shared = Arc::new(Shared { host, store, namespace, state: Mutex::default(), changed: Condvar::new() });
+        let thread = spawn("offloads", {
+            let shared = shared.clone();
+            move || shared.run_offloads()
+        })?;
+        Ok(Loads { shared, offloads: Mutex::new(Some(thread)) })
+    }
+
+    /// Ends everything that runs, forgets everything that waits. When it returns, no page is touched.
+    fn reset(&self) {
+        let mut state = self.shared.state.lock();
+        state.queued.clear();
+        state.offloads.iter().for_each(|queued| queued.stop.store(true, Ordering::Release));
+        let batches = std::mem::take(&mut state.batches);
+        self.shared.changed.notify_all();
+        while state.busy {
+            self.shared.changed.wait(&mut state);
+        }
+        state.offloads.clear();
+        drop(state);
+        batches.values().for_each(|running| running.stop.store(true, Ordering::Release));
+        for thread in batches.into_values().filter_map(|running| running.thread) {
+            // What became of the load has nobody to go to.
+            let _ = thread.join();
+        }
+    }
+
+    /// Ends the threads.
+    pub fn stop(&self) {
+        self.shared.state.lock().closing = true;
+        self.reset();
+        if let Some(thread) = self.offloads.lock().take() {
+            // It ends by itself once `closing` is set.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Loads {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn spawn<T: Send + 'static>(name: &str, body: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+    std::thread::Builder::new()
+        .name(format!("broken-{name}"))
+        .spawn(body)
+        .map_err(|e| Error::new(ErrorKind::Unavailable, format!("no thread for {name}: {e}")).retryable())
+}
+
+/// Waits until every handle says that pages may be touched.
+fn wait_until_ready(ready: &[Ready], check: &dyn Fn() -> Result<()>) -> Result<()> {
+    for handle in ready.iter().filter(|handle| handle.kind == ReadyKind::HostFlag) {
+        // SAFETY: rule of the boundary: the handle is the address of a 32-bit word that lives as long as the operation.
+        let word = unsafe { AtomicU32::from_ptr(handle.handle as *mut u32) };
+        while word.load(Ordering::Acquire) != 1 {
+            check()?;
+            std::thread::sleep(LOOK);
+        }
+    }
+    check()
+}
+
+fn refuse_devices(ready: &[Ready]) -> Result<()> {
+    match ready.iter().find(|handle| !matches!(handle.kind, ReadyKind::Now | ReadyKind::HostFlag)) {
+        Some(handle) => Err(Error::unsupported(&format!("waiting for a {}", handle.kind))),
+        None => Ok(()),
+    }
+}
+
+/// A page of a load and what it is filled from.
+struct Item {
+    page: Page<'static, Get>,
+    found: std::result::Result<Arc<Stored>, PageStatus>,
+}
+
+impl Shared {
+    fn name<M>(&self, page: &Page<'_, M>) -> Name {
+        Name { namespace: self.namespace, pool: page.pool().name().to_owned(), key: *page.key() }
+    }
+
+    fn run_batch(&self, loads: Vec<Load>, start: &Start, stop: &AtomicBool) -> Result<()> {
+        let check = || match stop.load(Ordering::Acquire) {
+            true => Err(Error::new(ErrorKind::Cancelled, "the load was ended")),
+            false => start.call.check(),
+        };
+        let mut items: Vec<Item> = loads.into_iter().flat_map(Load::into_pages).map(|page| self.find(page)).collect();
+        let result = wait_until_ready(&start.ready, &check).and_then(|()| fill_by_layer(&mut items, start, &check));
+        for item in items {
+            let status = match item.found {
+                Ok(_) if result.is_err() => PageStatus::Failed,
+                Ok(_) => PageStatus::Ok,
+                Err(status) => status,
+            };
+            item.page.finish(status);
+        }
+        start.done.settle_all();
+        result
+    }
+
+    fn find(&self, page: Page<'static, Get>) -> Item {
+        let found = match self.store.get(&self.name(&page)) {
+            None => Err(PageStatus::Missing),
+            Some(stored) if stored.bytes.len() != page.len() || !stored.is_sound() => Err(PageStatus::Corrupt),
+            Some(stored) => Ok(stored),
+        };
+        Item { page, found }
+    }
+
+    fn run_offloads(&self) {
+        let mut state = self.state.lock();
+        loop {
+            if state.closing {
+                return;
+            }
+            let Some(next) = state.offloads.iter().position(|queued| queued.done.is_none()) else {
+                self.changed.wait(&mut state);
+                continue;
+            };
+            let (offload, stop) = (state.offloads[next].offload.clone(), state.offloads[next].stop.clone());
+            state.busy = true;
+            drop(state);
+            let result = self.store_all(&offload, &stop);
+            state = self.state.lock();
+            state.busy = false;
+            // `reset` waits for `busy` before it forgets the queue, so the entry is where it was.
+            if let Some(queued) = state.offloads.iter_mut().find(|queued| queued.done.is_none()) {
+                queued.done = Some(result);
+            }
+            self.changed.notify_all();
+            drop(state);
+            self.host.offload_completed();
+            state = self.state.lock();
+        }
+    }
+
+    /// Stores all pages of an offload or none, and writes their statuses.
+    fn store_all(&self, offload: &Offload, stop: &AtomicBool) -> Result<()> {
+        let check = || {
+            if stop.load(Ordering::Acquire) {
+                return Err(Error::new(ErrorKind::Cancelled, "the offload was ended"));
+            }
+            if offload.deadline_ns != 0 && monotonic_ns() >= offload.deadline_ns {
+                return Err(Error::new(ErrorKind::TimedOut, "the deadline of the offload has passed").retryable());
+            }
+            Ok(())
+        };
+        let read = |page: Page<'static, Set>| {
+            check()?;
+            Ok((self.name(&page), Stored::new(page.to_vec()?)))
+        };
+        let result = wait_until_ready(&offload.ready, &check)
+            .and_then(|()| offload.pages().map(read).collect::<Result<Vec<_>>>())
+            .and_then(|pages| self.store.put(pages).map_err(|_| Error::new(ErrorKind::NoSpace, "the store is full")));
+        let status = match &result {
+            Ok(()) => PageStatus::Ok,
+            Err(error) if error.kind == ErrorKind::NoSpace => PageStatus::Refused,
+            Err(_) => PageStatus::Failed,
+        };
+        offload.pages().for_each(|page| page.finish(status));
+        result
+    }
+}
+
+fn fill_by_layer(items: &mut [Item], start: &Start, check: &dyn Fn() -> Result<()>) -> Result<()> {
+    // Bytes of no layer come first: once the layers are settled nothing is written any more.
+    let mut outside = HashMap::new();
+    for Item { page, found } in items.iter_mut() {
+        check()?;
+        let Ok(stored) = found else { continue };
+        let pool = page.pool().clone();
+        let runs: Vec<Run> = if page.layers().is_some() {
+            pages::seal(&pool).into_iter().collect()
+        } else {
+            outside.entry(pool.id()).or_insert_with(|| pages::outside_of_layers(&pool)).clone()
+        };
+        if pages::copy(page, stored, runs).is_err() {
+            *found = Err(PageStatus::Failed);
+        }
+    }
+    let layers =
+        items.iter().map(|item| item.page.pool().layers() as usize).max().unwrap_or(0).max(start.done.layers());
+    for layer in 0..layers {
+        for Item { page, found } in items.iter_mut() {
+            check()?;
+            let Ok(stored) = found else { continue };
+            if page.layers().is_some_and(|wanted| !wanted.contains(&(layer as u32))) {
+                continue;
+            }
+            let pool = page.pool().clone();
+            if pages::copy(page, stored, pages::layer(&pool, layer as u32)).is_err() {
+                *found = Err(PageStatus::Failed);
+            }
+        }
+        start.done.settle(layer);
+    }
+    Ok(())
+}
+
+/// The linker face.
+pub struct Face;
+
+impl Linker for Face {
+    type Backend = Backend;
+
+    fn lookup(backend: &Backend, exists: &mut Exists<'_>) -> Result<()> {
+        backend.batch_exists(exists)
+    }
+
+    fn load(backend: &Backend, load: Load) -> Result<()> {
+        let mut state = backend.loads.shared.state.lock();
+        if state.queued.iter().any(|queued| queued.request == load.request) {
+            let message = format!("request {} is queued already; cancel its load or start it first", load.request);
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        state.queued.push(load);
+        Ok(())
+    }
+
+    fn start_layer_wise_loading(backend: &Backend, start: Start) -> Result<()> {
+        let shared = &backend.loads.shared;
+        let mut state = shared.state.lock();
+        // Forgotten with every error below.
+        let loads = std::mem::take(&mut state.queued);
+        refuse_devices(&start.ready)?;
+        if state.batches.contains_key(&start.batch) {
+            let message = format!("batch {} was started already and is not finished", start.batch);
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        let (stop, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(loads.is_empty())));
+        let number = start.batch;
+        let thread = if loads.is_empty() {
+            start.done.settle_all();
+            None
+        } else {
+            let (shared, stop, ended) = (shared.clone(), stop.clone(), ended.clone());
+            Some(spawn("loads", move || {
+                let result = shared.run_batch(loads, &start, &stop);
+                ended.store(true, Ordering::Release);
+                // Taken, so that a waiting `finish` is either before its look at `ended` or in its wait.
+                drop(shared.state.lock());
+                shared.changed.notify_all();
+                result
+            })?)
+        };
+        state.batches.insert(number, Running { stop, ended, thread });
+        Ok(())
+    }
+
+    fn finish_layer_wise_loading(backend: &Backend, call: &Call<'_>, batch: u64) -> Result<()> {
+        let shared = &backend.loads.shared;
+        let mut state = shared.state.lock();
+        let Some(running) = state.batches.remove(&batch) else {
+            return Err(Error::new(ErrorKind::NotFound, format!("batch {batch} was not started, or is finished")));
+        };
+        let mut late = Ok(());
+        while !running.ended.load(Ordering::Acquire) {
+            if let Err(error) = call.check() {
+                late = Err(error);
+                running.stop.store(true, Ordering::Release);
+                break;
+            }
+            let left = call.remaining().unwrap_or(Duration::MAX).min(Duration::from_millis(2));
+            shared.changed.wait_for(&mut state, left);
+        }
+        drop(state);
+        let result = match running.thread.map(JoinHandle::join) {
+            None => Ok(()),
+            Some(Ok(result)) => result,
+            Some(Err(_)) => Err(Error::new(ErrorKind::Internal, "the thread of the load panicked")),
+        };
+        // A load that ended by itself before it was told to is no failure of the call.
+        if result.is_err() { late.and(result) } else { Ok(()) }
+    }
+
+    fn cancel_queued_load(backend: &Backend, request: u64) -> Result<()> {
+        let mut state = backend.loads.shared.state.lock();
+        match state.queued.iter().position(|queued| queued.request == request) {
+            Some(index) => {
+                state.queued.remove(index);
+                Ok(())
+            }
+            None => Err(Error::new(ErrorKind::NotFound, format!("request {request} is not queued, or has started"))),
+        }
+    }
+
+    fn offload(backend: &Backend, offload: Offload) -> Result<()> {
+        refuse_devices(&offload.ready)?;
+        let shared = &backend.loads.shared;
+        shared.state.lock().offloads.push_back(Queued { offload: Arc::new(offload), stop: Arc::default(), done: None });
+        shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn num_completed_offloads(backend: &Backend) -> u64 {
+        let state = backend.loads.shared.state.lock();
+        state.offloads.iter().take_while(|queued| queued.done.is_some()).count() as u64
+    }
+
+    fn pop_completed_offload(backend: &Backend) -> Option<Completed> {
+        let mut state = backend.loads.shared.state.lock();
+        let done = state.offloads.front()?.done.clone()?;
+        let queued = state.offloads.pop_front()?;
+        Some(Completed { operation: queued.offload.operation, result: done })
+    }
+
+    fn reset(backend: &Backend, _: &Call<'_>) -> Result<()> {
+        backend.loads.reset();
+        Ok(())
+    }
+}
