@@ -1,28 +1,17 @@
 //! One data call: its buffers, which outlive a caller that gives up, and the call itself.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-use kvdock_plugin_api::v0_1::{
-    BackendTable, BatchArgs, CallContext, ErrorOut, ExistsArgs, PageKey, PoolQuery, PoolTransfer,
-};
+use kvdock_plugin_api::v0_1::{BatchArgs, CallContext, ErrorOut, ExistsArgs, PageKey, PoolQuery, PoolTransfer};
 use kvdock_plugin_api::{ErrorKind, HitPolicy, monotonic_ns};
 
+use super::abi::{Face, RawInstance};
 use super::pool_desc::ANCHOR_POOL;
 
 /// Bytes for the message of an error.
 const MESSAGE_BYTES: usize = 2048;
-
-/// An instance of a plugin, as its functions take it.
-#[derive(Debug, Clone, Copy)]
-pub struct RawInstance(pub *mut c_void);
-
-// SAFETY: an instance may be used from any thread (rules of the boundary); its life is kept by `Instance`.
-unsafe impl Send for RawInstance {}
-// SAFETY: as for `Send`: data calls run concurrently.
-unsafe impl Sync for RawInstance {}
 
 /// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,12 +108,7 @@ pub struct CallBuffers {
 
 impl CallBuffers {
     /// Makes the call.
-    pub fn run(
-        &mut self,
-        operation: Operation,
-        table: &BackendTable,
-        instance: RawInstance,
-    ) -> Result<(), CallFailure> {
+    pub fn run(&mut self, operation: Operation, face: &dyn Face, instance: RawInstance) -> Result<(), CallFailure> {
         let count = self.keys.len() as u64;
         let context = CallContext {
             deadline_ns: self.deadline_ns,
@@ -158,8 +142,8 @@ impl CallBuffers {
                 present: self.statuses.as_mut_ptr(),
             };
             return invoke(&mut self.message, |error| {
-                // SAFETY: the table is the library's, the instance is open, and the arguments live until the call returns.
-                unsafe { (table.batch_exists)(instance.0, &raw const args, error) }
+                // SAFETY: the face is the library's, the instance is open, and the arguments live until the call returns.
+                unsafe { face.batch_exists(instance, &raw const args, error) }
             });
         }
         let transfer = PoolTransfer {
@@ -181,14 +165,16 @@ impl CallBuffers {
             prefix_key_count: self.prefix_keys.len() as u64,
             session_id: self.session.as_str().into(),
         };
-        let function = match operation {
-            Operation::Get => table.batch_get,
-            Operation::Set => table.batch_set,
-            Operation::Remove | Operation::Exists => table.batch_remove,
-        };
+        let args = &raw const args;
         invoke(&mut self.message, |error| {
             // SAFETY: as above.
-            unsafe { function(instance.0, &raw const args, error) }
+            unsafe {
+                match operation {
+                    Operation::Get => face.batch_get(instance, args, error),
+                    Operation::Set => face.batch_set(instance, args, error),
+                    Operation::Remove | Operation::Exists => face.batch_remove(instance, args, error),
+                }
+            }
         })
     }
 }

@@ -3,7 +3,8 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use super::inspect::{PluginInfo, inspect};
+use super::abi::AbiVersions;
+use super::inspect::{PluginInfo, inspect_with};
 use super::refusal::{Reason, Refusal};
 
 /// What a search found.
@@ -46,6 +47,11 @@ pub fn search_path(configured: &[PathBuf]) -> Vec<PathBuf> {
 
 /// Looks at every `.so` file in the folders, sorted by name within a folder. Files without our note are passed over.
 pub fn discover(folders: &[PathBuf]) -> Found {
+    discover_with(AbiVersions::BUILT_IN, folders)
+}
+
+/// As [`discover`](fn@discover), for a host that speaks these ABI versions.
+pub fn discover_with(host: AbiVersions, folders: &[PathBuf]) -> Found {
     let mut found = Found::default();
     for folder in folders {
         let Ok(entries) = std::fs::read_dir(folder) else {
@@ -57,7 +63,7 @@ pub fn discover(folders: &[PathBuf]) -> Found {
             .collect();
         files.sort();
         for file in files {
-            match inspect(&file) {
+            match inspect_with(host, &file) {
                 Ok(info) => {
                     let shadowed_by = found.by_name(&info.note.name).map(|first| first.path.clone());
                     found.plugins.push(FoundPlugin { info, shadowed_by });
@@ -75,7 +81,15 @@ pub fn discover(folders: &[PathBuf]) -> Found {
 /// # Errors
 /// One line that says where was searched, what was found there, and what was refused.
 pub fn find(name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
-    let found = discover(folders);
+    find_with(AbiVersions::BUILT_IN, name, folders)
+}
+
+/// As [`find`], for a host that speaks these ABI versions.
+///
+/// # Errors
+/// As [`find`].
+pub fn find_with(host: AbiVersions, name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
+    let found = discover_with(host, folders);
     if let Some(info) = found.by_name(name) {
         return Ok(info.clone());
     }

@@ -5,12 +5,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use kvdock_plugin_api::note::{NOTE_OWNER, NOTE_SECTION, NOTE_TYPE};
-use kvdock_plugin_api::{Capabilities, v0_1};
+use kvdock_plugin_api::{Capabilities, v0_1::ENTRY_SYMBOL};
 use object::read::elf::{ElfFile64, FileHeader};
 use object::{Endianness, Object, ObjectSection, ObjectSymbol, elf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::abi::AbiVersions;
 use super::difference::difference;
 use super::refusal::{Reason, Refusal};
 
@@ -21,6 +22,8 @@ pub struct PluginInfo {
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub sha256: [u8; 32],
+    /// The ABI version by which this host loads it: the newest that both know.
+    pub abi: &'static str,
     /// The note.
     pub note: Note,
 }
@@ -138,13 +141,21 @@ pub(super) fn hex(bytes: &[u8]) -> String {
 /// # Errors
 /// A [`Refusal`] that says what was expected and what was found.
 pub fn inspect(path: &Path) -> Result<PluginInfo, Refusal> {
-    check_permissions(path)?;
-    let bytes = std::fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
-    inspect_bytes(path, &bytes)
+    inspect_with(AbiVersions::BUILT_IN, path)
 }
 
-/// As [`inspect`], for bytes that were read already.
-pub(super) fn inspect_bytes(path: &Path, bytes: &[u8]) -> Result<PluginInfo, Refusal> {
+/// As [`inspect`], for a host that speaks these ABI versions.
+///
+/// # Errors
+/// As [`inspect`].
+pub fn inspect_with(host: AbiVersions, path: &Path) -> Result<PluginInfo, Refusal> {
+    check_permissions(path)?;
+    let bytes = std::fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
+    inspect_bytes(host, path, &bytes)
+}
+
+/// As [`inspect_with`], for bytes that were read already.
+pub(super) fn inspect_bytes(host: AbiVersions, path: &Path, bytes: &[u8]) -> Result<PluginInfo, Refusal> {
     let refuse = |reason: Reason| reason.of(path);
     if bytes.get(..4) != Some(b"\x7fELF".as_slice()) {
         let found = match bytes.len() {
@@ -164,11 +175,11 @@ pub(super) fn inspect_bytes(path: &Path, bytes: &[u8]) -> Result<PluginInfo, Ref
     let data = section.data().map_err(|e| refuse(Reason::BadNote(e.to_string())))?;
     let json = note_descriptor(data).map_err(|e| refuse(Reason::BadNote(e)))?;
     let note: Note = serde_json::from_slice(json).map_err(|e| refuse(Reason::BadNote(e.to_string())))?;
-    check_note(&note).map_err(refuse)?;
-    if !file.dynamic_symbols().any(|s| s.is_definition() && s.name() == Ok(v0_1::ENTRY_SYMBOL)) {
-        return Err(refuse(Reason::NoEntry(v0_1::ENTRY_SYMBOL)));
+    let abi = check_note(host, &note).map_err(refuse)?;
+    if !file.dynamic_symbols().any(|s| s.is_definition() && s.name() == Ok(ENTRY_SYMBOL)) {
+        return Err(refuse(Reason::NoEntry(ENTRY_SYMBOL)));
     }
-    Ok(PluginInfo { path: path.to_owned(), sha256: Sha256::digest(bytes).into(), note })
+    Ok(PluginInfo { path: path.to_owned(), sha256: Sha256::digest(bytes).into(), abi, note })
 }
 
 fn check_machine(bytes: &[u8]) -> Result<(), Reason> {
@@ -219,7 +230,8 @@ fn note_descriptor(mut data: &[u8]) -> Result<&[u8], String> {
     Err(format!("the section holds no note of {NOTE_OWNER} with type {NOTE_TYPE:#x}"))
 }
 
-fn check_note(note: &Note) -> Result<(), Reason> {
+/// Checks a note and picks the version of the boundary.
+fn check_note(host: AbiVersions, note: &Note) -> Result<&'static str, Reason> {
     if note.note != 1 {
         return Err(Reason::BadNote(format!("expected note version 1, found {}", note.note)));
     }
@@ -232,16 +244,16 @@ fn check_note(note: &Note) -> Result<(), Reason> {
             note.name
         )));
     }
-    let version = v0_1::ABI_VERSION_TEXT;
-    if !note.abi.iter().any(|abi| abi == version) {
-        return Err(Reason::OtherAbi { expected: version.into(), found: note.abi.join(", ") });
-    }
-    let types = note.types.get(version).map(String::as_str).unwrap_or_default();
-    let digest = note.types_sha256.get(version).map(String::as_str).unwrap_or_default();
-    if digest != hex(&v0_1::TYPES_DIGEST) || types != v0_1::TYPES_TEXT {
-        let difference = difference(v0_1::TYPES_TEXT, types)
+    let Some(version) = host.newest_of(&note.abi) else {
+        let found = if note.abi.is_empty() { "none".to_owned() } else { note.abi.join(", ") };
+        return Err(Reason::OtherAbi { expected: host.to_string(), found });
+    };
+    let types = note.types.get(version.text).map(String::as_str).unwrap_or_default();
+    let digest = note.types_sha256.get(version.text).map(String::as_str).unwrap_or_default();
+    if digest != hex(&version.types_sha256) || types != version.types {
+        let difference = difference(version.types, types)
             .unwrap_or_else(|| "their descriptions agree, their digests do not".to_owned());
-        return Err(Reason::OtherLayout { version: version.into(), difference });
+        return Err(Reason::OtherLayout { version: version.text.into(), host: host.to_string(), difference });
     }
     if note.panic != "unwind" {
         return Err(Reason::PanicAbort(note.panic.clone()));
@@ -249,7 +261,7 @@ fn check_note(note: &Note) -> Result<(), Reason> {
     if !note.config_schema.is_object() {
         return Err(Reason::BadNote("config_schema is no JSON object".into()));
     }
-    Ok(())
+    Ok(version.text)
 }
 
 /// Refuses a file or folder that other users may change.

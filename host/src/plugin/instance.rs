@@ -6,14 +6,15 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use kvdock_plugin_api::v0_1::{BackendTable, CallContext, HealthOut, Stats};
+use kvdock_plugin_api::v0_1::{CallContext, HealthOut, Stats};
 use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
 
+use super::abi::{Face, RawInstance};
 use super::backend::{
     BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus,
     Restorable, StorageBackend,
 };
-use super::call::{CallBuffers, CallFailure, Operation, RawInstance, deadline_ns, invoke};
+use super::call::{CallBuffers, CallFailure, Operation, deadline_ns, invoke};
 use super::host_table::HostContext;
 use super::library::Library;
 use super::state::{BackendState, StateCell};
@@ -150,7 +151,7 @@ impl Instance {
             let reason = "every call that it may run at a time hangs";
             late_state.go_if(BackendState::serves, BackendState::Failed, reason);
         });
-        let workers = Workers::start(&name, library.table(), raw, concurrency, on_all_late)?;
+        let workers = Workers::start(&name, library.face(), raw, concurrency, on_all_late)?;
         let health_state = state.clone();
         context.listen(Some(Box::new(move |health, reason| {
             let to = match health {
@@ -197,8 +198,8 @@ impl Instance {
         self.workers.in_flight()
     }
 
-    fn table(&self) -> &'static BackendTable {
-        self.library.table()
+    fn face(&self) -> &'static dyn Face {
+        self.library.face()
     }
 
     fn error(&self, failure: CallFailure, pages_in_use: bool) -> BackendError {
@@ -289,11 +290,11 @@ impl Instance {
     fn control<T: Send + 'static>(
         &self,
         deadline: Instant,
-        body: impl FnOnce(&'static BackendTable, RawInstance, CallContext) -> Result<T, CallFailure> + Send + 'static,
+        body: impl FnOnce(&'static dyn Face, RawInstance, CallContext) -> Result<T, CallFailure> + Send + 'static,
     ) -> Result<T, BackendError> {
-        let (table, raw) = (self.table(), self.raw);
+        let (face, raw) = (self.face(), self.raw);
         self.controls
-            .run(deadline, move || body(table, raw, control_context(deadline)))
+            .run(deadline, move || body(face, raw, control_context(deadline)))
             .map_err(|failure| self.error(failure, false))
     }
 
@@ -302,7 +303,7 @@ impl Instance {
     /// # Errors
     /// When it can't say in time.
     pub fn health(&self, deadline: Instant) -> Result<(HealthState, String), BackendError> {
-        self.control(deadline, |table, raw, context| health(table, raw, &context))
+        self.control(deadline, |face, raw, context| health(face, raw, &context))
     }
 
     /// Ends the instance: takes no new calls, gives those that run until `drain` to return, cancels them, and closes it by `deadline`. Says
@@ -330,10 +331,10 @@ impl Instance {
     }
 
     fn close(&self, deadline: Instant, reason: &str) -> bool {
-        let closed = self.control(deadline, |table, raw, context| {
+        let closed = self.control(deadline, |face, raw, context| {
             invoke(&mut Vec::new(), |error| {
                 // SAFETY: every other call has returned and none is made again: the state refuses them, and `shut` runs once.
-                unsafe { (table.close)(raw.0, &raw const context, error) }
+                unsafe { face.close(raw, &raw const context, error) }
             })
         });
         let (state, reason) = match closed {
@@ -350,7 +351,7 @@ impl Instance {
 
 /// Asks an instance how it feels.
 pub(super) fn health(
-    table: &BackendTable,
+    face: &dyn Face,
     raw: RawInstance,
     context: &CallContext,
 ) -> Result<(HealthState, String), CallFailure> {
@@ -364,7 +365,7 @@ pub(super) fn health(
     };
     invoke(&mut Vec::new(), |error| {
         // SAFETY: the instance is open; the buffers live until the call returns.
-        unsafe { (table.health)(raw.0, context, &raw mut out, error) }
+        unsafe { face.health(raw, context, &raw mut out, error) }
     })?;
     let len = usize::try_from(out.reason_len).unwrap_or(usize::MAX).min(reason.len());
     Ok((HealthState::from_raw(out.state), String::from_utf8_lossy(&reason[..len]).into_owned()))
@@ -434,30 +435,30 @@ impl StorageBackend for Instance {
     }
 
     fn flush(&self, options: &CallOptions) -> Result<(), BackendError> {
-        self.control(options.deadline, |table, raw, context| {
+        self.control(options.deadline, |face, raw, context| {
             invoke(&mut Vec::new(), |error| {
                 // SAFETY: the instance is open.
-                unsafe { (table.flush)(raw.0, &raw const context, error) }
+                unsafe { face.flush(raw, &raw const context, error) }
             })
         })
     }
 
     fn clear(&self, options: &CallOptions) -> Result<(), BackendError> {
-        self.control(options.deadline, |table, raw, context| {
+        self.control(options.deadline, |face, raw, context| {
             invoke(&mut Vec::new(), |error| {
                 // SAFETY: the instance is open.
-                unsafe { (table.clear)(raw.0, &raw const context, ClearScope::Namespace.raw(), error) }
+                unsafe { face.clear(raw, &raw const context, ClearScope::Namespace.raw(), error) }
             })
         })
     }
 
     fn stats(&self) -> Result<BackendStats, BackendError> {
-        self.control(Instant::now() + self.settings.timeout, |table, raw, context| {
+        self.control(Instant::now() + self.settings.timeout, |face, raw, context| {
             let mut out =
                 Stats { pages: 0, bytes_used: 0, bytes_total: 0, failures: 0, get_mean_ns: 0, set_mean_ns: 0 };
             invoke(&mut Vec::new(), |error| {
                 // SAFETY: the instance is open; `out` lives until the call returns.
-                unsafe { (table.stats)(raw.0, &raw const context, &raw mut out, error) }
+                unsafe { face.stats(raw, &raw const context, &raw mut out, error) }
             })?;
             Ok(BackendStats {
                 pages: out.pages,

@@ -9,8 +9,8 @@ use kvdock_plugin_api as api;
 use kvdock_plugin_api::note::NoteSource;
 use kvdock_plugin_api::v0_1::{BackendTable, Stats};
 
+use super::abi::RawInstance;
 use super::backend::*;
-use super::call::RawInstance;
 use super::host_table::{HOST_TABLE, HostContext};
 use super::inspect::{Note, NoteCapabilities, PluginInfo};
 use super::instance::{Instance, Parts, next_generation};
@@ -138,6 +138,10 @@ unsafe extern "C" fn open_moody(
 
 static TABLE: BackendTable = api::export::Tables::<Moody>::backend(open_moody);
 
+extern "C" fn entry(_: u32) -> *const std::ffi::c_void {
+    (&raw const TABLE).cast()
+}
+
 fn pool() -> HostPoolDescription {
     // Pages of 64 bytes that nobody reads: the moods touch no bytes.
     let memory: &'static mut [u8] = Box::leak(vec![0u8; 64 * 64].into_boxed_slice());
@@ -225,7 +229,11 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
     state.go(BackendState::Active, "");
     let parts = Parts {
         name: name.into(),
-        library: Library::built_in(PluginInfo { path: "moody.so".into(), sha256: [0; 32], note }, &TABLE),
+        library: Library::built_in(
+            PluginInfo { path: "moody.so".into(), sha256: [0; 32], abi: "0.1", note },
+            entry,
+            &TABLE,
+        ),
         raw: RawInstance(raw),
         capabilities: api::Capabilities { concurrency, ..api::Capabilities::NONE },
         context,

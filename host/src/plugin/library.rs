@@ -5,19 +5,21 @@
 //! would silently give the old code. A library is never unloaded: its threads, thread-local destructors or statics may be
 //! in use as long as the process lives.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::c_void;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use kvdock_plugin_api::v0_1::{self, BackendTable, EntryFn};
+use kvdock_plugin_api::v0_1::{self, BackendTable, ENTRY_SYMBOL, EntryFn};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 use object::read::elf::{Dyn, ElfFile64, ProgramHeader};
 use object::{Endianness, elf};
 use sha2::{Digest, Sha256};
 
+use super::abi::{AbiVersion, AbiVersions, Face, TableHeader};
 use super::inspect::{PluginInfo, check_permissions, hex, inspect_bytes};
 use super::refusal::{Reason, Refusal};
 
@@ -26,25 +28,37 @@ use super::refusal::{Reason, Refusal};
 pub struct Library {
     /// What its note says; the path is the one it was first loaded from.
     pub info: PluginInfo,
-    table: &'static BackendTable,
+    entry: EntryFn,
+    face: &'static dyn Face,
 }
 
 impl Library {
-    /// The table of ABI version 0.1.
-    pub fn table(&self) -> &'static BackendTable {
-        self.table
+    /// What the host calls: the plugin's table of the version in `info.abi`, adapted to the newest version of the host.
+    pub fn face(&self) -> &'static dyn Face {
+        self.face
+    }
+
+    /// The plugin's own table of ABI version 0.1, for whoever looks at the plugin itself; none when its note does not name that version.
+    pub fn table(&self) -> Option<&'static BackendTable> {
+        if !self.info.note.abi.iter().any(|abi| abi == v0_1::ABI_VERSION_TEXT) {
+            return None;
+        }
+        let table = table_of(self.entry, v0_1::ABI_VERSION, size_of::<BackendTable>() as u64).ok()?;
+        // SAFETY: the header says that it is a table of this version; the library stays mapped.
+        Some(unsafe { &*table.cast::<BackendTable>() })
     }
 }
 
 #[cfg(test)]
 impl Library {
     /// A library that is part of this program, for tests of what is built on it.
-    pub(super) fn built_in(info: PluginInfo, table: &'static BackendTable) -> Arc<Library> {
-        Arc::new(Library { info, table })
+    pub(super) fn built_in(info: PluginInfo, entry: EntryFn, table: &'static BackendTable) -> Arc<Library> {
+        Arc::new(Library { info, entry, face: table })
     }
 }
 
-type Libraries = Mutex<HashMap<[u8; 32], Arc<Library>>>;
+/// Mapped libraries by content, and for each host of this process that loaded them. There is more than one host in tests only.
+type Libraries = Mutex<HashMap<[u8; 32], BTreeMap<usize, Arc<Library>>>>;
 
 fn libraries() -> &'static Libraries {
     static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
@@ -61,6 +75,14 @@ pub fn loaded_count() -> usize {
 /// # Errors
 /// A [`Refusal`]; no code of the file has run then, but for a library that the dynamic loader refuses half way.
 pub fn load(path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
+    load_with(AbiVersions::BUILT_IN, path, pin)
+}
+
+/// As [`load`], for a host that speaks these ABI versions.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_with(host: AbiVersions, path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
     check_permissions(path)?;
     let bytes = fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
     let sha256: [u8; 32] = Sha256::digest(&bytes).into();
@@ -71,16 +93,48 @@ pub fn load(path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
     }
     // Held while loading, so that the same bytes are never mapped twice.
     let mut libraries = libraries().lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(library) = libraries.get(&sha256) {
+    let mapped = libraries.get(&sha256);
+    if let Some(library) = mapped.and_then(|hosts| hosts.get(&host.id())) {
         return Ok(library.clone());
     }
-    let info = inspect_bytes(path, &bytes)?;
-    let library = Arc::new(map(info, &bytes)?);
-    libraries.insert(sha256, library.clone());
+    let info = inspect_bytes(host, path, &bytes)?;
+    let entry = match mapped.and_then(|hosts| hosts.values().next()) {
+        Some(library) => library.entry,
+        None => map(&info, &bytes)?,
+    };
+    let face = face(host, &info, entry).map_err(|reason| reason.of(path))?;
+    let library = Arc::new(Library { info, entry, face });
+    libraries.entry(sha256).or_default().insert(host.id(), library.clone());
     Ok(library)
 }
 
-fn map(info: PluginInfo, bytes: &[u8]) -> Result<Library, Refusal> {
+/// Puts the host's face over the table of the version that was picked.
+fn face(host: AbiVersions, info: &PluginInfo, entry: EntryFn) -> Result<&'static dyn Face, Reason> {
+    let other = |found: String| Reason::OtherAbi { expected: host.to_string(), found };
+    let version: &AbiVersion = host.newest_of(&info.note.abi).ok_or_else(|| other(info.note.abi.join(", ")))?;
+    let table = table_of(entry, version.number, version.table_bytes).map_err(other)?;
+    // SAFETY: the note promises a table of this version with these types, the table says so itself, and the library stays mapped.
+    Ok(unsafe { (version.adapt)(table) })
+}
+
+/// Asks for the table of a version and checks what it says of itself.
+fn table_of(entry: EntryFn, number: u32, bytes: u64) -> Result<*const c_void, String> {
+    let table = entry(number);
+    // SAFETY: an entry answers null or the address of constant data, and a table of any version begins with its header.
+    let Some(header) = (unsafe { table.cast::<TableHeader>().as_ref() }) else {
+        return Err(format!("no table for version {number:#x}, against its own note"));
+    };
+    if *header != (TableHeader { size: bytes, abi_version: number }) {
+        let (size, version) = (header.size, header.abi_version);
+        return Err(format!(
+            "a table of version {version:#x} with {size} bytes where version {number:#x} with {bytes} bytes was asked for"
+        ));
+    }
+    Ok(table)
+}
+
+/// Maps a private copy of the file; what it answers is the entry, which stays valid for the life of the process.
+fn map(info: &PluginInfo, bytes: &[u8]) -> Result<EntryFn, Refusal> {
     let path = info.path.clone();
     let refuse = |reason: Reason| reason.of(&path);
     let unwritable = |e: std::io::Error| refuse(Reason::Loader(format!("its private copy can't be made: {e}")));
@@ -108,29 +162,13 @@ fn map(info: PluginInfo, bytes: &[u8]) -> Result<Library, Refusal> {
     let library = unsafe { UnixLibrary::open(Some(&copy), RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE) }
         .map_err(|e| refuse(Reason::Loader(loader_message(&e))))?;
     // SAFETY: the note says that the library keeps the boundary, where this symbol has this type.
-    let entry = unsafe { library.get::<EntryFn>(v0_1::ENTRY_SYMBOL) }
+    let entry = unsafe { library.get::<EntryFn>(ENTRY_SYMBOL) }
         .map(|symbol| *symbol)
-        .map_err(|_| refuse(Reason::NoEntry(v0_1::ENTRY_SYMBOL)))?;
-    let table = entry(v0_1::ABI_VERSION).cast::<BackendTable>();
+        .map_err(|_| refuse(Reason::NoEntry(ENTRY_SYMBOL)))?;
     // Never unloaded; see the page of this module.
     std::mem::forget(library);
-    // SAFETY: a table is constant data of the library, which stays mapped. Null is handled.
-    let table: &'static BackendTable = unsafe { table.as_ref() }.ok_or_else(|| {
-        refuse(Reason::OtherAbi {
-            expected: v0_1::ABI_VERSION_TEXT.into(),
-            found: "no table for it, against its own note".into(),
-        })
-    })?;
-    let size = size_of::<BackendTable>() as u64;
-    if table.size != size || table.abi_version != v0_1::ABI_VERSION {
-        let found = format!("a table of version {:#x} with {} bytes", table.abi_version, table.size);
-        return Err(refuse(Reason::OtherAbi {
-            expected: format!("version {:#x} with {size} bytes", v0_1::ABI_VERSION),
-            found,
-        }));
-    }
-    tracing::info!(plugin = %info.note.name, version = %info.note.version, sha256 = %info.sha256_hex(), file = %path.display(), "plugin library mapped");
-    Ok(Library { info, table })
+    tracing::info!(plugin = %info.note.name, version = %info.note.version, abi = info.abi, sha256 = %info.sha256_hex(), file = %path.display(), "plugin library mapped");
+    Ok(entry)
 }
 
 fn loader_message(error: &libloading::Error) -> String {

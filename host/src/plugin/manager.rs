@@ -11,9 +11,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value};
 
+use super::abi::AbiVersions;
 use super::admin::{AdminError, AttachMode, AttachRequest, BackendStatus, StorageAdmin, StorageStatus};
 use super::backend::{BackendSink, CallOptions, Place, PolicyChange, StorageBackend};
-use super::discover::find;
+use super::discover::find_with;
 use super::host_table::PluginMetric;
 use super::identity::WorkerIdentity;
 use super::instance::Instance;
@@ -40,6 +41,7 @@ impl std::fmt::Debug for PluginManager {
 }
 
 struct Shared {
+    abi: AbiVersions,
     config: StorageConfig,
     folders: Vec<PathBuf>,
     identity: Arc<WorkerIdentity>,
@@ -70,8 +72,20 @@ impl PluginManager {
         identity: WorkerIdentity,
         sink: Arc<dyn BackendSink>,
     ) -> PluginManager {
+        PluginManager::with_abi(AbiVersions::BUILT_IN, config, folders, identity, sink)
+    }
+
+    /// As [`PluginManager::new`], for a host that speaks these ABI versions.
+    pub fn with_abi(
+        abi: AbiVersions,
+        config: StorageConfig,
+        folders: Vec<PathBuf>,
+        identity: WorkerIdentity,
+        sink: Arc<dyn BackendSink>,
+    ) -> PluginManager {
         PluginManager {
             shared: Arc::new(Shared {
+                abi,
                 config,
                 folders,
                 identity: Arc::new(identity),
@@ -151,7 +165,8 @@ impl Shared {
         let pool = self.sink.host_pool().ok_or_else(|| {
             AdminError::new("there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"")
         })?;
-        let request = OpenRequest { config, folders: self.folders.clone(), identity: self.identity.clone(), pool };
+        let request =
+            OpenRequest { abi: self.abi, config, folders: self.folders.clone(), identity: self.identity.clone(), pool };
         let weak = Arc::downgrade(self);
         let on_failed = Box::new(move || spawn_sweep(&weak));
         let opened = open(&request, on_failed).map_err(AdminError::new)?;
@@ -255,7 +270,7 @@ impl StorageAdmin for PluginManager {
             write: request.write_policy.clone().or_else(|| table.settings.write_policy.clone()),
             ..PolicyChange::default()
         };
-        let plugin = find(&table.plugin, &self.shared.folders).map_err(AdminError::new)?;
+        let plugin = find_with(self.shared.abi, &table.plugin, &self.shared.folders).map_err(AdminError::new)?;
         change.take_from(&mut table.own, &plugin.note.config_schema).map_err(AdminError::new)?;
         self.shared.sink.check_policies(&change).map_err(AdminError::new)?;
         let new = self.shared.bring_up(table)?;

@@ -1,10 +1,11 @@
 //! Discovery, loading and life cycle of storage plugins.
 //!
 //! A plugin is found by name in the search path ([`discover`](mod@discover)), its note is read before any of its code runs
-//! ([`inspect`](mod@inspect)), a private copy is mapped once for each content ([`library`]), an instance is opened and registered
-//! ([`open`]) and used through [`instance`], which keeps the deadlines. [`manager`] attaches, replaces and detaches instances while requests
+//! ([`inspect`](mod@inspect)), a private copy is mapped once for each content ([`library`]), its table is put behind the host's face ([`abi`]), an instance is
+//! opened and registered ([`open`]) and used through [`instance`], which keeps the deadlines. [`manager`] attaches, replaces and detaches instances while requests
 //! run, by the calls of [`admin`].
 
+pub mod abi;
 pub mod admin;
 pub mod backend;
 mod call;
@@ -26,6 +27,7 @@ pub mod schema;
 pub mod state;
 mod workers;
 
+pub use abi::AbiVersions;
 pub use discover::{Found, FoundPlugin, discover, find, search_path};
 pub use host_table::PluginMetric;
 pub use identity::{Namespace, PAGE_FORMAT, WorkerIdentity};

@@ -4,17 +4,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::v0_1::{BackendTable, CapabilitiesOut, Identity, OpenArgs};
+use kvdock_plugin_api::v0_1::{CapabilitiesOut, Identity, OpenArgs};
 use kvdock_plugin_api::{CacheMode, Capabilities, ErrorKind, HealthState};
 use serde_json::{Map, Value};
 
+use super::abi::{AbiVersions, Face, RawInstance};
 use super::backend::HostPoolDescription;
-use super::call::{CallFailure, RawInstance, invoke};
-use super::discover::find;
+use super::call::{CallFailure, invoke};
+use super::discover::find_with;
 use super::host_table::{HOST_TABLE, HostContext};
 use super::identity::WorkerIdentity;
 use super::instance::{Controls, Instance, Parts, control_context, health, next_generation};
-use super::library::{Library, load};
+use super::library::{Library, load_with};
 use super::pool_desc::OwnedPoolDesc;
 use super::schema::validate;
 use super::state::{BackendState, StateCell};
@@ -28,6 +29,8 @@ pub const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct OpenRequest {
     /// The backend's table in the configuration.
     pub config: BackendConfig,
+    /// The ABI versions that the host speaks.
+    pub abi: AbiVersions,
     /// Folders searched for the plugin.
     pub folders: Vec<PathBuf>,
     /// Who this worker is.
@@ -53,8 +56,9 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
     let name = request.config.name.clone();
     let fail = |what: String| format!("storage backend {name}: {what}");
     let state = Arc::new(StateCell::new(&name, on_failed));
-    let info = find(&request.config.plugin, &request.folders).map_err(fail)?;
-    let library = load(&info.path, request.config.sha256.as_deref()).map_err(|refusal| fail(refusal.to_string()))?;
+    let info = find_with(request.abi, &request.config.plugin, &request.folders).map_err(fail)?;
+    let library = load_with(request.abi, &info.path, request.config.sha256.as_deref())
+        .map_err(|refusal| fail(refusal.to_string()))?;
     let schema = &library.info.note.config_schema;
     let own = request.config.for_schema(schema);
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
@@ -87,7 +91,7 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         generation: next_generation(),
     };
     let instance = Instance::new(parts).map_err(|error| {
-        close(library.table(), raw, deadline);
+        close(library.face(), raw, deadline);
         fail(format!("its threads can't be started: {error}"))
     })?;
     match instance.health(deadline) {
@@ -111,10 +115,10 @@ struct Steps {
 
 impl Steps {
     fn run(self) -> Result<(RawInstance, Capabilities), CallFailure> {
-        let table = self.library.table();
-        let raw = self.open(table)?;
-        let rest = self.capabilities(table, raw).and_then(|capabilities| {
-            self.register(table, raw)?;
+        let face = self.library.face();
+        let raw = self.open(face)?;
+        let rest = self.capabilities(face, raw).and_then(|capabilities| {
+            self.register(face, raw)?;
             if Instant::now() >= self.deadline {
                 // Nobody waits any more.
                 return Err(CallFailure::new(ErrorKind::TimedOut, true, "it was ready too late"));
@@ -122,17 +126,17 @@ impl Steps {
             Ok((raw, capabilities))
         });
         if rest.is_err() {
-            close(table, raw, Instant::now() + OPEN_TIMEOUT);
+            close(face, raw, Instant::now() + OPEN_TIMEOUT);
         }
         rest
     }
 
     /// What the instance can do, which is never more than its note says.
-    fn capabilities(&self, table: &BackendTable, raw: RawInstance) -> Result<Capabilities, CallFailure> {
+    fn capabilities(&self, face: &dyn Face, raw: RawInstance) -> Result<Capabilities, CallFailure> {
         let mut out = CapabilitiesOut { flags: 0, alignment: 1, preferred_batch: 0, concurrency: 0, reserved: 0 };
         invoke(&mut Vec::new(), |error| {
             // SAFETY: the instance is open; `out` lives until the call returns.
-            unsafe { (table.capabilities)(raw.0, &raw mut out, error) }
+            unsafe { face.capabilities(raw, &raw mut out, error) }
         })?;
         let capabilities = Capabilities::from_raw(&out);
         if let Some(capability) = capabilities.beyond(&(&self.library.info.note.capabilities).into()) {
@@ -142,7 +146,7 @@ impl Steps {
         Ok(capabilities)
     }
 
-    fn open(&self, table: &BackendTable) -> Result<RawInstance, CallFailure> {
+    fn open(&self, face: &dyn Face) -> Result<RawInstance, CallFailure> {
         let namespace_json = self.identity.namespace.json();
         let namespace = &self.identity.namespace;
         let identity = Identity {
@@ -179,12 +183,12 @@ impl Steps {
         let mut raw = std::ptr::null_mut();
         invoke(&mut Vec::new(), |error| {
             // SAFETY: the arguments live until the call returns; the host's table and context for ever.
-            unsafe { (table.open)(&raw const args, &raw mut raw, error) }
+            unsafe { face.open(&raw const args, &raw mut raw, error) }
         })?;
         Ok(RawInstance(raw))
     }
 
-    fn register(&self, table: &BackendTable, raw: RawInstance) -> Result<(), CallFailure> {
+    fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<(), CallFailure> {
         self.state.go(BackendState::Registering, "");
         let context = control_context(self.deadline);
         let anchor = OwnedPoolDesc::anchor(&self.pool);
@@ -192,13 +196,13 @@ impl Steps {
         let mut message = Vec::new();
         invoke(&mut message, |error| {
             // SAFETY: the instance is open; the description lives until the call returns, the pool as long as the process.
-            unsafe { (table.register_mem_pool_host)(raw.0, &raw const context, &raw const desc, error) }
+            unsafe { face.register_mem_pool_host(raw, &raw const context, &raw const desc, error) }
         })?;
         invoke(&mut message, |error| {
             // SAFETY: the instance is open.
-            unsafe { (table.pools_ready)(raw.0, &raw const context, error) }
+            unsafe { face.pools_ready(raw, &raw const context, error) }
         })?;
-        let (health, reason) = health(table, raw, &context)?;
+        let (health, reason) = health(face, raw, &context)?;
         if health == HealthState::Failed {
             let message = format!("it says that it does not work: {reason}");
             return Err(CallFailure::new(kvdock_plugin_api::ErrorKind::Unavailable, true, message));
@@ -208,11 +212,11 @@ impl Steps {
 }
 
 /// Closes an instance that takes no traffic. What `close` says is logged only: there is no way back.
-fn close(table: &BackendTable, raw: RawInstance, deadline: Instant) {
+fn close(face: &dyn Face, raw: RawInstance, deadline: Instant) {
     let context = control_context(deadline);
     let closed = invoke(&mut Vec::new(), |error| {
         // SAFETY: the instance is open and no other call runs.
-        unsafe { (table.close)(raw.0, &raw const context, error) }
+        unsafe { face.close(raw, &raw const context, error) }
     });
     if let Err(failure) = closed {
         tracing::warn!("closing a storage backend that could not be attached failed: {}", failure.message);

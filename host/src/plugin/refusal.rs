@@ -58,10 +58,12 @@ pub enum Reason {
         found: String,
     },
     /// A type of the boundary differs.
-    #[error("its types of ABI version {version} differ from this host's: {difference}")]
+    #[error("its types of ABI version {version} differ from this host's, which knows {host}: {difference}")]
     OtherLayout {
-        /// ABI version.
+        /// The newest version that both know.
         version: String,
+        /// What this host speaks.
+        host: String,
         /// In words.
         difference: String,
     },

@@ -10,9 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::ErrorKind;
-use kvdock_plugin_api::v0_1::BackendTable;
 
-use super::call::{CallBuffers, CallFailure, Operation, RawInstance};
+use super::abi::{Face, RawInstance};
+use super::call::{CallBuffers, CallFailure, Operation};
 
 /// How long a call may go on after it was cancelled at its deadline, before the caller gives up.
 const GRACE: Duration = Duration::from_millis(20);
@@ -60,7 +60,7 @@ struct Late {
 
 struct Shared {
     backend: String,
-    table: &'static BackendTable,
+    face: &'static dyn Face,
     instance: RawInstance,
     workers: Vec<Worker>,
     free: Mutex<Vec<usize>>,
@@ -93,7 +93,7 @@ impl Workers {
     /// When the system gives no thread.
     pub fn start(
         backend: &str,
-        table: &'static BackendTable,
+        face: &'static dyn Face,
         instance: RawInstance,
         count: usize,
         on_all_late: Box<dyn Fn() + Send + Sync>,
@@ -108,7 +108,7 @@ impl Workers {
             .collect();
         let shared = Arc::new(Shared {
             backend: backend.to_owned(),
-            table,
+            face,
             instance,
             workers,
             free: Mutex::new((0..count).collect()),
@@ -275,7 +275,7 @@ impl Shared {
                 slot = worker.wake.wait(slot).unwrap_or_else(PoisonError::into_inner);
             };
             drop(slot);
-            let result = buffers.run(operation, self.table, self.instance);
+            let result = buffers.run(operation, self.face, self.instance);
             let mut slot = lock(&worker.slot);
             match slot.late_since.take() {
                 None => {
