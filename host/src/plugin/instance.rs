@@ -1,10 +1,9 @@
 //! One open instance of a plugin, as the cache uses it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::v0_1::{CallContext, HealthOut, Stats};
 use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
@@ -15,6 +14,7 @@ use super::backend::{
     Restorable, StorageBackend,
 };
 use super::call::{CallBuffers, CallFailure, Operation, deadline_ns, invoke};
+use super::controls::Controls;
 use super::host_table::HostContext;
 use super::library::Library;
 use super::state::{BackendState, StateCell};
@@ -22,6 +22,12 @@ use super::workers::{Outcome, Workers};
 
 /// Most calls at a time, whatever a plugin asks for.
 const MOST_CONCURRENCY: usize = 64;
+
+/// How often a drain looks whether it is to end now.
+const HURRY_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Least time for `close`.
+const LEAST_CLOSE_TIME: Duration = Duration::from_secs(1);
 
 /// What an instance is made of.
 #[derive(Debug)]
@@ -40,8 +46,6 @@ pub struct Parts {
     pub settings: BackendSettings,
     /// Its state.
     pub state: Arc<StateCell>,
-    /// Differs between any two instances.
-    pub generation: u64,
 }
 
 /// One open instance of a plugin.
@@ -51,79 +55,34 @@ pub struct Instance {
     library: Arc<Library>,
     raw: RawInstance,
     context: &'static HostContext,
-    generation: u64,
     limits: BackendLimits,
     settings: BackendSettings,
     state: Arc<StateCell>,
     workers: Workers,
     controls: Arc<Controls>,
     calls: AtomicU64,
-    /// Whether `shut` ran, and how it ended.
-    shut: Mutex<Option<bool>>,
+    /// Data calls between the look at the state and their end. Whoever sees none after the state has left those that serve
+    /// sees none later.
+    entered: AtomicUsize,
+    /// The drain is to end now.
+    hurried: AtomicBool,
+    /// A health call has not returned.
+    asked: Arc<AtomicBool>,
+    /// How far its end has come; locked as long as it is worked on.
+    end: Mutex<End>,
 }
 
-/// Counts a control call as ended, however it ends.
-struct Ends(Arc<Controls>);
-
-impl Drop for Ends {
-    fn drop(&mut self) {
-        self.0.end();
-    }
-}
-
-/// Control calls that run now.
-#[derive(Debug, Default)]
-pub(super) struct Controls {
-    running: Mutex<usize>,
-    ended: Condvar,
-}
-
-impl Controls {
-    /// Runs `body` on a thread of its own and waits for it until `deadline`.
-    pub(super) fn run<T: Send + 'static>(
-        self: &Arc<Self>,
-        deadline: Instant,
-        body: impl FnOnce() -> Result<T, CallFailure> + Send + 'static,
-    ) -> Result<T, CallFailure> {
-        let (sender, receiver) = channel();
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        let controls = self.clone();
-        let spawned = thread::Builder::new().name("kv-control".into()).spawn(move || {
-            let _ends = Ends(controls);
-            // The receiver is gone when the call was late.
-            let _ = sender.send(body());
-        });
-        if let Err(error) = spawned {
-            self.end();
-            return Err(CallFailure::new(ErrorKind::Unavailable, true, format!("no thread for the call: {error}")));
-        }
-        match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => {
-                Err(CallFailure::new(ErrorKind::TimedOut, true, "the call did not return in its time"))
-            }
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(CallFailure::new(ErrorKind::Internal, false, "the thread of the call ended without an answer"))
-            }
-        }
-    }
-
-    fn end(&self) {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.ended.notify_all();
-    }
-
-    fn wait(&self, deadline: Instant) -> bool {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        while *running > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            running = self.ended.wait_timeout(running, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
-    }
+/// How far the end of an instance has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// Nobody has ended it.
+    Open,
+    /// A call has not returned, so it could not be closed.
+    Stuck,
+    /// `close` has not returned.
+    Closing,
+    /// It is closed.
+    Closed,
 }
 
 /// A context for a control call.
@@ -137,7 +96,7 @@ impl Instance {
     /// # Errors
     /// When its threads can't be started. The instance is not closed then.
     pub fn new(parts: Parts) -> std::io::Result<Arc<Instance>> {
-        let Parts { name, library, raw, capabilities, context, settings, state, generation } = parts;
+        let Parts { name, library, raw, capabilities, context, settings, state } = parts;
         let wanted = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
         let concurrency = settings.concurrency.map_or(wanted, |most| wanted.min(most.max(1)));
         let limits = BackendLimits {
@@ -167,14 +126,16 @@ impl Instance {
             library,
             raw,
             context,
-            generation,
             limits,
             settings,
             state,
             workers,
             controls: Arc::default(),
             calls: AtomicU64::new(0),
-            shut: Mutex::new(None),
+            entered: AtomicUsize::new(0),
+            hurried: AtomicBool::new(false),
+            asked: Arc::default(),
+            end: Mutex::new(End::Open),
         }))
     }
 
@@ -224,6 +185,7 @@ impl Instance {
         chain: &ChainInfo<'_>,
         read: impl FnOnce(&CallBuffers) -> R,
     ) -> Result<R, BackendError> {
+        let _entered = Entered::new(&self.entered);
         if !self.state.serves() {
             let state = self.state.report();
             let message = format!("it is {}: {}", state.state.as_str(), state.reason);
@@ -298,54 +260,134 @@ impl Instance {
             .map_err(|failure| self.error(failure, false))
     }
 
-    /// Asks how the backend feels.
+    /// Asks how the backend feels. While an earlier question has no answer, none is asked.
     ///
     /// # Errors
     /// When it can't say in time.
     pub fn health(&self, deadline: Instant) -> Result<(HealthState, String), BackendError> {
-        self.control(deadline, |face, raw, context| health(face, raw, &context))
+        if self.asked.swap(true, Ordering::AcqRel) {
+            let message = "an earlier health call has not returned";
+            return Err(self.error(CallFailure::new(ErrorKind::TimedOut, true, message), false));
+        }
+        let answered = Answered(self.asked.clone());
+        self.control(deadline, move |face, raw, context| {
+            let _answered = answered;
+            health(face, raw, &context)
+        })
     }
 
-    /// Ends the instance: takes no new calls, gives those that run until `drain` to return, cancels them, and closes it by `deadline`. Says
-    /// whether it was closed; when a call never returned it stays as a zombie. A second call does nothing more.
+    /// Ends the drain of a `shut` that runs or comes: calls that run are cancelled at once.
+    pub fn hurry(&self) {
+        self.hurried.store(true, Ordering::SeqCst);
+        self.workers.cancel_all();
+    }
+
+    /// Ends the instance: takes no new calls, gives those that run until `drain` to return, cancels them, and closes it by `deadline`, which
+    /// comes earlier by as much as [`Instance::hurry`] shortens the drain. Says whether it was closed; when a call never returned it stays as a
+    /// zombie. A later call closes a zombie whose calls have returned meanwhile.
     ///
     /// A failed instance keeps its state, so that the status still shows why it failed.
     pub fn shut(&self, drain: Instant, deadline: Instant, reason: &str) -> bool {
-        let mut shut = self.shut.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(closed) = *shut {
-            return closed;
-        }
+        let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         self.state.go_if(BackendState::serves, BackendState::Draining, reason);
-        if !self.workers.wait_idle(drain) {
+        match *end {
+            End::Closed => return true,
+            End::Closing => {
+                if self.controls.is_idle() {
+                    *end = End::Closed;
+                    self.state.go(BackendState::Detached, "close has returned");
+                }
+                return *end == End::Closed;
+            }
+            End::Open | End::Stuck => {}
+        }
+        let mut deadline = deadline;
+        while !self.wait_idle(drain.min(Instant::now() + HURRY_INTERVAL)) && Instant::now() < drain {
+            if self.hurried.load(Ordering::SeqCst) {
+                deadline -= drain.saturating_duration_since(Instant::now());
+                break;
+            }
+        }
+        if !self.wait_idle(Instant::now()) {
             self.workers.cancel_all();
         }
-        let closed = if self.workers.wait_idle(deadline) && self.controls.wait(deadline) {
+        *end = if self.wait_idle(deadline) && self.controls.seal(deadline) {
+            self.context.listen(None);
             self.close(deadline, reason)
         } else {
-            self.state.go(BackendState::Zombie, "a call has not returned; it can't be closed before the process ends");
-            false
+            self.state.go(BackendState::Zombie, "a call has not returned; it can't be closed before it does");
+            End::Stuck
         };
-        self.context.listen(None);
-        *shut = Some(closed);
-        closed
+        *end == End::Closed
     }
 
-    fn close(&self, deadline: Instant, reason: &str) -> bool {
-        let closed = self.control(deadline, |face, raw, context| {
-            invoke(&mut Vec::new(), |error| {
-                // SAFETY: every other call has returned and none is made again: the state refuses them, and `shut` runs once.
-                unsafe { face.close(raw, &raw const context, error) }
-            })
-        });
-        let (state, reason) = match closed {
-            Err(error) if error.kind == ErrorKind::TimedOut => {
-                (BackendState::Zombie, "close has not returned".to_owned())
+    /// Whether no call into the plugin runs.
+    pub fn is_idle(&self) -> bool {
+        self.wait_idle(Instant::now()) && self.controls.is_idle()
+    }
+
+    /// Waits until no data call runs. Once the state has left those that serve, none can begin later.
+    fn wait_idle(&self, deadline: Instant) -> bool {
+        while self.entered.load(Ordering::SeqCst) > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
             }
-            Err(error) => (BackendState::Detached, format!("close failed: {}", error.message)),
-            Ok(()) => (BackendState::Detached, reason.to_owned()),
+            // Callers leave as soon as their call has returned or is late, so this ends soon after the workers are idle.
+            thread::sleep(left.min(Duration::from_millis(1)));
+        }
+        self.workers.wait_idle(deadline)
+    }
+
+    fn close(&self, deadline: Instant, reason: &str) -> End {
+        let (face, raw) = (self.face(), self.raw);
+        // `close` gets time of its own even when other calls used theirs up.
+        let deadline = deadline.max(Instant::now() + LEAST_CLOSE_TIME);
+        let closed = self.controls.close(deadline, move || close(face, raw, deadline));
+        let (end, state, reason) = match closed {
+            Err(error) if error.kind == ErrorKind::TimedOut && !self.controls.is_idle() => {
+                (End::Closing, BackendState::Zombie, "close has not returned".to_owned())
+            }
+            Err(error) => (End::Closed, BackendState::Detached, format!("close failed: {}", error.message)),
+            Ok(()) => (End::Closed, BackendState::Detached, reason.to_owned()),
         };
-        self.state.go_if(|before| state == BackendState::Zombie || before != BackendState::Failed, state, &reason);
-        state != BackendState::Zombie
+        self.state.go_if(|before| end == End::Closing || before != BackendState::Failed, state, &reason);
+        end
+    }
+}
+
+/// Only for `Instance::close`.
+fn close(face: &dyn Face, raw: RawInstance, deadline: Instant) -> Result<(), CallFailure> {
+    let context = control_context(deadline);
+    invoke(&mut Vec::new(), |error| {
+        // SAFETY: every other call has returned and none is made again: data calls are refused by the state and counted by `entered`,
+        // control calls are refused by `seal`, and `end` lets this be reached once.
+        unsafe { face.close(raw, &raw const context, error) }
+    })
+}
+
+/// Marks a data call from the look at the state to its end.
+struct Entered<'a>(&'a AtomicUsize);
+
+impl<'a> Entered<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Entered(count)
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Ends the question how the backend feels, also when the call is not made.
+struct Answered(Arc<AtomicBool>);
+
+impl Drop for Answered {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -377,7 +419,7 @@ impl StorageBackend for Instance {
     }
 
     fn generation(&self) -> u64 {
-        self.generation
+        self.state.instance()
     }
 
     fn limits(&self) -> BackendLimits {
@@ -476,10 +518,4 @@ impl StorageBackend for Instance {
     fn quarantined(&self) -> usize {
         self.workers.quarantined()
     }
-}
-
-/// Number for the next instance.
-pub(super) fn next_generation() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }

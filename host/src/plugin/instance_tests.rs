@@ -13,7 +13,7 @@ use super::abi::RawInstance;
 use super::backend::*;
 use super::host_table::{HOST_TABLE, HostContext};
 use super::inspect::{Note, NoteCapabilities, PluginInfo};
-use super::instance::{Instance, Parts, next_generation};
+use super::instance::{Instance, Parts};
 use super::library::Library;
 use super::pool_desc::OwnedPoolDesc;
 use super::state::{BackendState, StateCell};
@@ -35,6 +35,8 @@ struct Knobs {
     running: AtomicUsize,
     closed: AtomicUsize,
     saw_cancel: AtomicBool,
+    /// Calls that came after `close`.
+    after_close: AtomicUsize,
 }
 
 fn knobs(name: &str) -> Arc<Knobs> {
@@ -47,6 +49,7 @@ fn knobs(name: &str) -> Arc<Knobs> {
             running: AtomicUsize::new(0),
             closed: AtomicUsize::new(0),
             saw_cancel: AtomicBool::new(false),
+            after_close: AtomicUsize::new(0),
         })
     };
     all.entry(name.to_owned()).or_insert_with(new).clone()
@@ -55,7 +58,14 @@ fn knobs(name: &str) -> Arc<Knobs> {
 struct Moody(Arc<Knobs>);
 
 impl Moody {
+    /// The knobs outlive the instance, so that a call after `close` can be told.
+    fn called(&self) {
+        let late = usize::from(self.0.closed.load(Ordering::SeqCst) > 0);
+        self.0.after_close.fetch_add(late, Ordering::SeqCst);
+    }
+
     fn act(&self, call: &api::Call<'_>) -> api::Result<Mood> {
+        self.called();
         let mood = *self.0.mood.lock().unwrap();
         self.0.running.fetch_add(1, Ordering::SeqCst);
         let result = match mood {
@@ -109,6 +119,14 @@ impl api::Backend for Moody {
     }
     fn stats(&self, _: &api::Call<'_>) -> api::Result<Stats> {
         Ok(Stats { pages: 7, bytes_used: 1, bytes_total: 2, failures: 3, get_mean_ns: 0, set_mean_ns: 0 })
+    }
+    fn health(&self, _: &api::Call<'_>) -> api::Result<api::Health> {
+        self.called();
+        Ok(api::Health::ok())
+    }
+    fn flush(&self, _: &api::Call<'_>) -> api::Result<()> {
+        self.called();
+        Ok(())
     }
     fn close(&self, _: &api::Call<'_>) -> api::Result<()> {
         self.0.closed.fetch_add(1, Ordering::SeqCst);
@@ -222,8 +240,8 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
     let counted = failures.clone();
     let state = Arc::new(StateCell::new(
         name,
-        Box::new(move || {
-            counted.fetch_add(1, Ordering::SeqCst);
+        Box::new(move |state| {
+            counted.fetch_add(usize::from(state == BackendState::Failed), Ordering::SeqCst);
         }),
     ));
     state.go(BackendState::Active, "");
@@ -239,7 +257,6 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         context,
         settings: BackendSettings { timeout: Duration::from_secs(1), ..BackendSettings::default() },
         state,
-        generation: next_generation(),
     };
     (Instance::new(parts).unwrap(), knobs(name), failures)
 }
@@ -352,6 +369,78 @@ fn an_instance_whose_calls_all_hang_is_failed_and_stays_as_a_zombie() {
     assert_eq!(instance.state().report().state, BackendState::Zombie);
     assert_eq!(knobs.closed.load(Ordering::SeqCst), 0, "close comes only after every other call has returned");
     knobs.release.store(true, Ordering::SeqCst);
+}
+
+#[test]
+fn a_zombie_whose_calls_return_after_all_is_closed_late() {
+    let (instance, knobs, _) = attach("returns", 1);
+    set_mood(&knobs, Mood::Hang);
+    assert!(get(&instance, SHORT, &[1]).0.is_err());
+    assert!(!shut(&instance, SHORT));
+    assert_eq!(instance.state().report().state, BackendState::Zombie);
+    assert!(!shut(&instance, SHORT), "its call still runs");
+    knobs.release.store(true, Ordering::SeqCst);
+    let end = Instant::now() + SECOND * 10;
+    while !instance.is_idle() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!(shut(&instance, SECOND));
+    assert_eq!(instance.state().report().state, BackendState::Detached);
+    assert_eq!(knobs.closed.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn h17_a_drain_can_be_cut_short_while_it_runs() {
+    let (instance, knobs, _) = attach("hurry", 1);
+    set_mood(&knobs, Mood::Hang);
+    let one = instance.clone();
+    let hanging = thread::spawn(move || get(&one, SECOND * 3600, &[1]).0);
+    while knobs.running.load(Ordering::SeqCst) == 0 {
+        thread::yield_now();
+    }
+    let one = instance.clone();
+    let hour = Instant::now() + SECOND * 3600;
+    let draining = thread::spawn(move || one.shut(hour, hour + SECOND * 60, "test"));
+    while instance.state().report().state != BackendState::Draining {
+        thread::yield_now();
+    }
+    instance.hurry();
+    while !knobs.saw_cancel.load(Ordering::SeqCst) {
+        thread::yield_now();
+    }
+    knobs.release.store(true, Ordering::SeqCst);
+    assert!(hanging.join().unwrap().is_ok());
+    assert!(draining.join().unwrap(), "not after an hour");
+}
+
+#[test]
+fn no_call_reaches_an_instance_that_is_closed() {
+    let (instance, knobs, _) = attach("closed", 2);
+    let over = Arc::new(AtomicBool::new(false));
+    let callers: Vec<_> = (0..4)
+        .map(|caller| {
+            let (instance, over) = (instance.clone(), over.clone());
+            thread::spawn(move || {
+                while !over.load(Ordering::SeqCst) {
+                    let options = CallOptions::within(SECOND);
+                    match caller {
+                        0 => drop(instance.health(options.deadline)),
+                        1 => drop(instance.flush(&options)),
+                        _ => drop(get(&instance, SECOND, &[caller])),
+                    }
+                }
+            })
+        })
+        .collect();
+    thread::sleep(SHORT);
+    assert!(shut(&instance, SECOND * 10));
+    thread::sleep(SHORT);
+    over.store(true, Ordering::SeqCst);
+    callers.into_iter().for_each(|caller| caller.join().unwrap());
+    // `Moody::act` counts a call that comes after `close`.
+    assert_eq!(knobs.after_close.load(Ordering::SeqCst), 0);
+    assert_eq!(instance.stats().unwrap_err().message, "it is being closed");
+    assert_eq!(get(&instance, SECOND, &[1]).0.unwrap_err().kind, ErrorKind::Unavailable);
 }
 
 #[test]

@@ -19,7 +19,7 @@ use super::host_table::PluginMetric;
 use super::identity::WorkerIdentity;
 use super::instance::Instance;
 use super::open::{OpenRequest, open};
-use super::state::BackendState;
+use super::state::{BackendState, StateCell};
 use crate::config::{BackendTable, StorageConfig};
 
 /// Time after that for cancelled calls to return and for `close`.
@@ -165,11 +165,22 @@ impl Shared {
         let pool = self.sink.host_pool().ok_or_else(|| {
             AdminError::new("there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"")
         })?;
-        let request =
-            OpenRequest { abi: self.abi, config, folders: self.folders.clone(), identity: self.identity.clone(), pool };
         let weak = Arc::downgrade(self);
-        let on_failed = Box::new(move || spawn_sweep(&weak));
-        let opened = open(&request, on_failed).map_err(AdminError::new)?;
+        let on_change = Box::new(move |state| {
+            if state == BackendState::Failed {
+                spawn_sweep(&weak);
+            }
+        });
+        let request = OpenRequest {
+            abi: self.abi,
+            state: Arc::new(StateCell::new(&config.name, on_change)),
+            calls: Arc::default(),
+            config,
+            folders: self.folders.clone(),
+            identity: self.identity.clone(),
+            pool,
+        };
+        let opened = open(&request).map_err(AdminError::new)?;
         Ok(Attached { instance: opened.instance, shown_config: opened.shown_config })
     }
 

@@ -9,6 +9,7 @@ pub mod abi;
 pub mod admin;
 pub mod backend;
 mod call;
+pub mod controls;
 mod difference;
 pub mod discover;
 mod host_table;

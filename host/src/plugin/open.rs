@@ -11,10 +11,11 @@ use serde_json::{Map, Value};
 use super::abi::{AbiVersions, Face, RawInstance};
 use super::backend::HostPoolDescription;
 use super::call::{CallFailure, invoke};
+use super::controls::Controls;
 use super::discover::find_with;
 use super::host_table::{HOST_TABLE, HostContext};
 use super::identity::WorkerIdentity;
-use super::instance::{Controls, Instance, Parts, control_context, health, next_generation};
+use super::instance::{Instance, Parts, control_context, health};
 use super::library::{Library, load_with};
 use super::pool_desc::OwnedPoolDesc;
 use super::schema::validate;
@@ -37,6 +38,10 @@ pub struct OpenRequest {
     pub identity: Arc<WorkerIdentity>,
     /// The pool to register.
     pub pool: HostPoolDescription,
+    /// Where its state is shown while it opens, and later.
+    pub state: Arc<StateCell>,
+    /// Where the calls from `open` to the health check are counted; busy after a failure as long as one has not returned.
+    pub calls: Arc<Controls>,
 }
 
 /// An instance that is ready for traffic.
@@ -48,14 +53,14 @@ pub struct Opened {
     pub shown_config: Map<String, Value>,
 }
 
-/// Finds, maps, opens and registers. `on_failed` is called when the instance fails later; it must not block.
+/// Finds, maps, opens and registers.
 ///
 /// # Errors
 /// One line that says which step failed and why. What was opened is closed again.
-pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Result<Opened, String> {
+pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let name = request.config.name.clone();
     let fail = |what: String| format!("storage backend {name}: {what}");
-    let state = Arc::new(StateCell::new(&name, on_failed));
+    let state = request.state.clone();
     let info = find_with(request.abi, &request.config.plugin, &request.folders).map_err(fail)?;
     let library = load_with(request.abi, &info.path, request.config.sha256.as_deref())
         .map_err(|refusal| fail(refusal.to_string()))?;
@@ -77,7 +82,8 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         deadline,
         state: state.clone(),
     };
-    let (raw, capabilities) = Arc::<Controls>::default()
+    let (raw, capabilities) = request
+        .calls
         .run(deadline, move || steps.run())
         .map_err(|failure| fail(format!("{}: {}", failure.kind, failure.message)))?;
     let parts = Parts {
@@ -88,7 +94,6 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
         context,
         settings: request.config.settings.clone(),
         state: state.clone(),
-        generation: next_generation(),
     };
     let instance = Instance::new(parts).map_err(|error| {
         close(library.face(), raw, deadline);
@@ -96,7 +101,8 @@ pub fn open(request: &OpenRequest, on_failed: Box<dyn Fn() + Send + Sync>) -> Re
     })?;
     match instance.health(deadline) {
         Ok((HealthState::Degraded, reason)) => state.go(BackendState::Degraded, &reason),
-        _ => state.go(BackendState::Active, ""),
+        // A panic in this call has failed it.
+        _ => state.go_if(|before| before == BackendState::Registering, BackendState::Active, ""),
     };
     Ok(Opened { instance, shown_config })
 }

@@ -1,12 +1,14 @@
 //! Where an instance is in its life.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use serde::Serialize;
 
 /// Where an attached backend is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BackendState {
     /// Its library is being found, checked and mapped.
@@ -30,6 +32,19 @@ pub enum BackendState {
 }
 
 impl BackendState {
+    /// All of them, in the order of a life.
+    pub const ALL: [Self; 9] = [
+        Self::Loading,
+        Self::Opening,
+        Self::Registering,
+        Self::Active,
+        Self::Degraded,
+        Self::Draining,
+        Self::Failed,
+        Self::Zombie,
+        Self::Detached,
+    ];
+
     /// The name used in replies and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -62,66 +77,133 @@ pub struct StateReport {
     pub reason: String,
 }
 
-/// The state of one instance, with one log line a change.
+/// States kept of one instance, the present one among them.
+const HISTORY: usize = 32;
+
+/// The state of one instance, with one log line a change. The line's fields are stable: `backend`, `instance` (which tells two instances of
+/// one name apart), `before`, `state`, `reason`.
 pub struct StateCell {
     backend: String,
-    report: Mutex<StateReport>,
-    on_failed: Box<dyn Fn() + Send + Sync>,
+    instance: u64,
+    life: Mutex<VecDeque<StateReport>>,
+    on_change: Box<dyn Fn(BackendState) + Send + Sync>,
 }
 
 impl std::fmt::Debug for StateCell {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("StateCell")
             .field("backend", &self.backend)
-            .field("report", &self.report)
+            .field("instance", &self.instance)
+            .field("report", &self.report())
             .finish_non_exhaustive()
     }
 }
 
 impl StateCell {
-    /// A backend that is being loaded. `on_failed` is called when it fails, from whatever thread sees it first; it must not block.
-    pub fn new(backend: &str, on_failed: Box<dyn Fn() + Send + Sync>) -> StateCell {
-        let report = StateReport { state: BackendState::Loading, since: SystemTime::now(), reason: String::new() };
-        StateCell { backend: backend.to_owned(), report: Mutex::new(report), on_failed }
+    /// A backend that is being loaded. `on_change` is called after each change, from whatever thread makes it; it must not block.
+    pub fn new(backend: &str, on_change: Box<dyn Fn(BackendState) + Send + Sync>) -> StateCell {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let first = StateReport { state: BackendState::Loading, since: SystemTime::now(), reason: String::new() };
+        StateCell {
+            backend: backend.to_owned(),
+            instance: NEXT.fetch_add(1, Ordering::Relaxed),
+            life: Mutex::new(VecDeque::from([first])),
+            on_change,
+        }
+    }
+
+    /// Differs between any two instances in the life of the process, and grows.
+    pub fn instance(&self) -> u64 {
+        self.instance
+    }
+
+    fn life(&self) -> MutexGuard<'_, VecDeque<StateReport>> {
+        self.life.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state now.
     pub fn report(&self) -> StateReport {
-        self.report.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        let nothing = || StateReport { state: BackendState::Loading, since: SystemTime::now(), reason: String::new() };
+        self.life().back().cloned().unwrap_or_else(nothing)
+    }
+
+    /// The latest states, the present one last.
+    pub fn history(&self) -> Vec<StateReport> {
+        self.life().iter().cloned().collect()
+    }
+
+    /// The state now, without time and reason.
+    pub fn state(&self) -> BackendState {
+        self.life().back().map_or(BackendState::Loading, |report| report.state)
     }
 
     /// Whether data calls are sent to it.
     pub fn serves(&self) -> bool {
-        self.report.lock().unwrap_or_else(PoisonError::into_inner).state.serves()
+        self.state().serves()
     }
 
     /// Goes to `state` if `from` allows it. Says whether it went.
     pub fn go_if(&self, from: impl FnOnce(BackendState) -> bool, state: BackendState, reason: &str) -> bool {
-        let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
-        if !from(report.state) || (report.state == state && report.reason == reason) {
+        let mut life = self.life();
+        let Some((before, same)) = life.back().map(|now| (now.state, now.state == state && now.reason == reason))
+        else {
+            return false;
+        };
+        if same || !from(before) {
             return false;
         }
-        let before = report.state;
-        *report = StateReport { state, since: SystemTime::now(), reason: reason.to_owned() };
-        drop(report);
-        let (backend, before, now) = (self.backend.as_str(), before.as_str(), state.as_str());
+        if life.len() >= HISTORY {
+            life.pop_front();
+        }
+        life.push_back(StateReport { state, since: SystemTime::now(), reason: reason.to_owned() });
+        drop(life);
+        self.log(before, state, reason);
+        (self.on_change)(state);
+        true
+    }
+
+    fn log(&self, before: BackendState, state: BackendState, reason: &str) {
+        let (backend, instance, before, now) = (self.backend.as_str(), self.instance, before.as_str(), state.as_str());
         match state {
             BackendState::Failed | BackendState::Zombie => {
-                tracing::error!(backend, before, state = now, "storage backend {now}: {reason}");
+                tracing::error!(backend, instance, before, state = now, reason, "storage backend {now}");
             }
             BackendState::Degraded => {
-                tracing::warn!(backend, before, state = now, "storage backend degraded: {reason}")
+                tracing::warn!(backend, instance, before, state = now, reason, "storage backend {now}");
             }
-            _ => tracing::info!(backend, before, state = now, reason, "storage backend {now}"),
+            _ => tracing::info!(backend, instance, before, state = now, reason, "storage backend {now}"),
         }
-        if state == BackendState::Failed {
-            (self.on_failed)();
-        }
-        true
     }
 
     /// Goes to `state`.
     pub fn go(&self, state: BackendState, reason: &str) -> bool {
         self.go_if(|_| true, state, reason)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn the_latest_states_are_kept_with_their_reasons() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let told = seen.clone();
+        let cell = StateCell::new("file", Box::new(move |state| told.lock().unwrap().push(state)));
+        assert!(cell.go(BackendState::Active, ""));
+        assert!(!cell.go(BackendState::Active, ""), "no change");
+        assert!(!cell.go_if(|before| before == BackendState::Draining, BackendState::Failed, "no"));
+        let history: Vec<_> = cell.history().iter().map(|report| report.state).collect();
+        assert_eq!(history, [BackendState::Loading, BackendState::Active]);
+        assert_eq!(*seen.lock().unwrap(), [BackendState::Active]);
+        for round in 0..100 {
+            cell.go(BackendState::Degraded, &format!("reason {round}"));
+        }
+        let history = cell.history();
+        assert_eq!(history.len(), HISTORY);
+        assert_eq!(history.last().unwrap().reason, "reason 99");
+        assert_eq!(cell.report().reason, "reason 99");
     }
 }
