@@ -19,7 +19,7 @@ fn folder() -> tempfile::TempDir {
 /// The table of the plugin with a fault.
 fn table(folder: &Path, fault: &str) -> &'static BackendTable {
     // The mapping outlives the last holder.
-    load(&broken::plugin(folder, "broken", fault), None).unwrap().table()
+    load(&broken::plugin(folder, "broken", fault), None).unwrap().table().unwrap()
 }
 
 fn pool() -> MockPool {
