@@ -33,7 +33,7 @@ pub struct Generation {
 }
 
 /// Prompt tokens by where their KV came from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt: u64,
@@ -100,8 +100,13 @@ impl Client {
 
     /// The metrics now.
     pub fn metrics(&self) -> Metrics {
+        Metrics::parse(&self.metrics_text())
+    }
+
+    /// The text of the metrics now.
+    pub fn metrics_text(&self) -> String {
         let mut response = self.agent.get(format!("{}/metrics", self.base)).call().expect("/metrics answers");
-        Metrics::parse(&response.body_mut().read_to_string().expect("/metrics is text"))
+        response.body_mut().read_to_string().expect("/metrics is text")
     }
 
     /// Greedy generation of `new_tokens` after `prompt`, with the log-probabilities of five tokens each.
@@ -217,7 +222,8 @@ pub fn usage(usage: &Value) -> Usage {
     parsed
 }
 
-fn usage_of_generate(reply: &Value) -> Usage {
+/// The counts in an answer of `/generate`.
+pub fn usage_of_generate(reply: &Value) -> Usage {
     let meta = &reply["meta_info"];
     let number = |value: &Value, what: &str| value.as_u64().unwrap_or_else(|| panic!("no {what} in {reply}"));
     let tiers = &meta["cached_tokens_details"];

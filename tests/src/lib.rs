@@ -11,9 +11,12 @@ pub mod broken;
 pub mod client;
 #[cfg(test)]
 mod known_failures;
+pub mod load;
 pub mod metrics;
 pub mod paths;
+pub mod process;
 pub mod prompt;
 pub mod server;
 pub mod soak;
 pub mod storage;
+pub mod swaps;

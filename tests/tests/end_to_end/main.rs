@@ -10,3 +10,4 @@ mod page_multiples;
 mod restart;
 mod starts;
 mod swap;
+mod swap_load;
