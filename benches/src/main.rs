@@ -14,6 +14,7 @@ mod memory;
 mod restart;
 mod row;
 mod sample;
+mod swaps;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -91,7 +92,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     warn_if_busy();
     let mut report = Report::new(arguments.json.as_deref())?;
-    for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows] {
+    for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows, swaps::rows] {
         rows(&bench, &mut report)?;
     }
     report.print();

@@ -12,6 +12,8 @@ use serde::Serialize;
 pub enum Goal {
     /// At least this part of the peer's rate, or at most its inverse of the peer's time.
     Ratio(f64),
+    /// At most this many times the peer's time.
+    Times(f64),
     /// At most this much more than the peer, in the row's unit.
     Over(f64),
     /// Nothing; the row is for information.
@@ -65,6 +67,7 @@ impl Row {
     pub fn met(&self) -> Option<bool> {
         match self.goal {
             Goal::Ratio(least) => Some(self.ratio() >= least),
+            Goal::Times(most) => Some(self.ours <= most * self.peer),
             Goal::Over(most) => Some(self.ours - self.peer <= most),
             Goal::None => None,
         }
@@ -73,6 +76,7 @@ impl Row {
     fn goal_text(&self) -> Option<String> {
         match self.goal {
             Goal::Ratio(least) => Some(format!("ratio >= {least}")),
+            Goal::Times(most) => Some(format!("<= {most} times")),
             Goal::Over(most) => Some(format!("<= {most} over")),
             Goal::None => None,
         }
@@ -163,6 +167,8 @@ mod tests {
         assert_eq!(row(79.0, 100.0, Better::More, Goal::Ratio(0.8)).met(), Some(false));
         assert_eq!(row(0.1, 3.0, Better::Less, Goal::Ratio(30.0)).met(), Some(true));
         assert_eq!(row(0.2, 3.0, Better::Less, Goal::Ratio(30.0)).met(), Some(false));
+        assert_eq!(row(45.0, 30.0, Better::Less, Goal::Times(1.5)).met(), Some(true));
+        assert_eq!(row(46.0, 30.0, Better::Less, Goal::Times(1.5)).met(), Some(false));
         assert_eq!(row(39.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(true));
         assert_eq!(row(41.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(false));
         assert_eq!(row(1.0, 2.0, Better::More, Goal::None).met(), None);

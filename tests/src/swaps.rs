@@ -183,14 +183,19 @@ impl Script {
         copy(&self.folder(0), &self.folder(1));
     }
 
-    /// Does a step every `pause`, `rounds` times all of them.
-    pub fn run(&mut self, rounds: usize, pause: Duration) {
-        let mut next = Instant::now();
-        for _ in 0..rounds * Self::ROUND {
-            std::thread::sleep(next.saturating_duration_since(Instant::now()));
-            next = Instant::now() + pause;
+    /// Does `steps` steps, one every `pause`.
+    pub fn run(&mut self, steps: usize, pause: Duration) {
+        let begin = Instant::now();
+        for number in 0..steps as u32 {
+            std::thread::sleep((begin + pause * number).saturating_duration_since(Instant::now()));
             self.step();
         }
+        std::thread::sleep((begin + pause * steps as u32).saturating_duration_since(Instant::now()));
+    }
+
+    /// Attaches a backend that stays.
+    pub fn rest(&self) {
+        self.put("file", &json!({"dir": self.folder(0)}));
     }
 
     /// Does the next step; the server must say that it is done.

@@ -6,7 +6,7 @@ use kvdock_tests::load::{Load, Shape, assert_nothing_is_held};
 use kvdock_tests::process::{Look, mapped_plugins};
 use kvdock_tests::server::Launch;
 use kvdock_tests::soak;
-use kvdock_tests::swaps::{ENDPOINT, Stage};
+use kvdock_tests::swaps::{ENDPOINT, Script, Stage};
 
 const CLIENTS: u64 = 64;
 const PAUSE: Duration = Duration::from_secs(2);
@@ -34,8 +34,8 @@ fn soak_swaps_under_load_harm_no_answer_and_leave_nothing() {
     script.fill(|| load.warm(&client).unwrap());
     client.flush();
     let before = client.metrics();
-    let rounds = soak::factor() as usize;
-    let (report, ()) = load.run(&server.address(), CLIENTS, || script.run(rounds, PAUSE));
+    let steps = Script::ROUND * soak::factor() as usize;
+    let (report, ()) = load.run(&server.address(), CLIENTS, || script.run(steps, PAUSE));
     let after = client.metrics();
     let pages = |op: &str, result: &str| after.storage_pages(op, result) - before.storage_pages(op, result);
     println!("{} answers, {:?}; p99 of the gaps is {:.3} s", report.answers, report.usage, report.gap(0.99));
