@@ -74,13 +74,40 @@ impl LayerDone {
     }
 }
 
-/// Says when pages may be touched.
+/// Says when pages may be touched. It may be asked for as long as the operation that brought it.
 #[derive(Debug, Clone, Copy)]
 pub struct Ready {
+    pub(crate) kind: ReadyKind,
+    pub(crate) handle: u64,
+}
+
+impl Ready {
     /// What kind of sign it is.
-    pub kind: ReadyKind,
+    pub fn kind(&self) -> ReadyKind {
+        self.kind
+    }
     /// What the kind says.
-    pub handle: u64,
+    pub fn handle(&self) -> u64 {
+        self.handle
+    }
+    /// Whether the pages may be touched.
+    ///
+    /// # Errors
+    /// `Unsupported` for a sign of a device, which the host's threads can't look at.
+    pub fn is_set(&self) -> Result<bool> {
+        match self.kind {
+            ReadyKind::Now => Ok(true),
+            ReadyKind::HostFlag => {
+                // SAFETY: rule of the boundary: the handle is the address of an aligned 32-bit word that is written atomically and lives as
+                // long as the operation that brought it.
+                let word = unsafe { AtomicU32::from_ptr(self.handle as *mut u32) };
+                Ok(word.load(Ordering::Acquire) == 1)
+            }
+            ReadyKind::CudaEvent | ReadyKind::Unknown => {
+                Err(Error::unsupported(&format!("waiting for a {}", self.kind)))
+            }
+        }
+    }
 }
 
 /// The store of pages of several pools: all become visible or none.

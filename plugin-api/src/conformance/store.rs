@@ -80,12 +80,12 @@ impl Store {
         Ok(Ok(store))
     }
 
-    fn time(&self, options: &Options<'_>) -> Duration {
+    pub(crate) fn time(&self, options: &Options<'_>) -> Duration {
         options.deadline.unwrap_or(self.watch.limits.call)
     }
 
     /// The context of a call: a rule that names no deadline gets the usual one, as a host gives it.
-    fn context(&self, options: &Options<'_>) -> CallContext {
+    pub(crate) fn context(&self, options: &Options<'_>) -> CallContext {
         Options { deadline: Some(self.time(options)), ..*options }.context()
     }
 

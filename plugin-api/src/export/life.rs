@@ -1,8 +1,7 @@
 //! Open to close.
 
-use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Mutex, PoisonError, RwLock};
 
 use super::{Instance, guard, instance};
 use crate::backend::{Backend, HeldPages, Identity, Open};
@@ -82,7 +81,8 @@ pub unsafe fn open<B: Backend>(
             let message = format!("the instance claims the capability {capability}, which its note does not declare");
             return Err(Error::new(ErrorKind::Internal, message));
         }
-        let instance = Box::new(Instance { backend, host, capabilities, pools: RwLock::new(HashMap::new()) });
+        let instance =
+            Box::new(Instance { backend, host, capabilities, pools: RwLock::default(), queued: Mutex::default() });
         // SAFETY: `out` was checked, and the host owns it.
         unsafe { *out = Box::into_raw(instance).cast() };
         Ok(())

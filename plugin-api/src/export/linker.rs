@@ -27,6 +27,10 @@ unsafe fn ready_handles(handles: *const ReadyHandle, count: u64) -> Result<Vec<R
             ErrorKind::Unsupported,
             format!("ready handle kind {} is not known to this version", handle.kind),
         )),
+        ReadyKind::HostFlag if handle.handle == 0 || !handle.handle.is_multiple_of(align_of::<AtomicU32>() as u64) => {
+            let message = format!("a host flag at {:#x}, which is no address of a 32-bit word", handle.handle);
+            Err(Error::new(ErrorKind::InvalidConfig, message))
+        }
         kind => Ok(Ready { kind, handle: handle.handle }),
     };
     handles.iter().map(known).collect()
@@ -60,7 +64,15 @@ pub(super) unsafe extern "C" fn load<B: Backend>(
                 prefix_keys: raw::slice(args.prefix_keys, args.prefix_key_count),
                 session_id: "",
             };
-            B::Linker::load(&instance.backend, Load { request: args.request, transfers, chain })
+            if !instance.queued().insert(args.request) {
+                let message = format!("request {} is queued already; start or cancel its load first", args.request);
+                return Err(Error::new(ErrorKind::InvalidConfig, message));
+            }
+            let queued = B::Linker::load(&instance.backend, Load { request: args.request, transfers, chain });
+            if queued.is_err() {
+                instance.queued().remove(&args.request);
+            }
+            queued
         }
     };
     // SAFETY: rules of the boundary.
@@ -78,10 +90,17 @@ pub(super) unsafe extern "C" fn start<B: Backend>(
             let instance = instance::<B>(this)?;
             let args = args.as_ref().ok_or_else(no_arguments)?;
             let words = raw::slice(args.layer_done.cast::<AtomicU32>().cast_const(), args.layer_count);
+            let queued = std::mem::take(&mut *instance.queued());
+            let ready = ready_handles(args.ready, args.ready_count).inspect_err(|_| {
+                // What was queued is forgotten when a start fails. A load that the backend does not know of any more is just that.
+                for request in queued {
+                    let _ = B::Linker::cancel_queued_load(&instance.backend, request);
+                }
+            })?;
             let start = Start {
                 call: Call::from_raw(&args.context),
                 batch: args.batch,
-                ready: ready_handles(args.ready, args.ready_count)?,
+                ready,
                 done: LayerDone { words, host: instance.host, batch: args.batch },
             };
             B::Linker::start_layer_wise_loading(&instance.backend, start)
@@ -110,7 +129,15 @@ pub(super) unsafe extern "C" fn finish<B: Backend>(
 
 pub(super) unsafe extern "C" fn cancel<B: Backend>(this: *mut c_void, request: u64, error: *mut ErrorOut) -> Status {
     // SAFETY: rules of the boundary.
-    unsafe { guard(error, || B::Linker::cancel_queued_load(&instance::<B>(this)?.backend, request)) }
+    let instance = unsafe { instance::<B>(this) };
+    let body = || {
+        let instance = instance?;
+        B::Linker::cancel_queued_load(&instance.backend, request)?;
+        instance.queued().remove(&request);
+        Ok(())
+    };
+    // SAFETY: rules of the boundary.
+    unsafe { guard(error, body) }
 }
 
 pub(super) unsafe extern "C" fn offload<B: Backend>(
@@ -202,7 +229,9 @@ pub(super) unsafe extern "C" fn reset<B: Backend>(
         // SAFETY: rules of the boundary.
         unsafe {
             let call = context.as_ref().map_or(Call::unbounded(), |context| Call::from_raw(context));
-            B::Linker::reset(&instance::<B>(this)?.backend, &call)
+            let instance = instance::<B>(this)?;
+            instance.queued().clear();
+            B::Linker::reset(&instance.backend, &call)
         }
     };
     // SAFETY: rules of the boundary.

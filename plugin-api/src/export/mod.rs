@@ -9,10 +9,10 @@ mod linker;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::backend::Backend;
 use crate::batch::Transfer;
@@ -28,6 +28,8 @@ pub(crate) struct Instance<B> {
     host: Host,
     capabilities: crate::Capabilities,
     pools: RwLock<HashMap<u32, Pool>>,
+    /// Requests whose load is queued.
+    queued: Mutex<HashSet<u64>>,
 }
 
 /// What a transfer is for.
@@ -42,6 +44,10 @@ pub(crate) enum Use {
 }
 
 impl<B> Instance<B> {
+    fn queued(&self) -> MutexGuard<'_, HashSet<u64>> {
+        self.queued.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn pool(&self, id: u32) -> Result<Pool> {
         let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
         pools.get(&id).cloned().ok_or_else(|| Error::new(ErrorKind::NotFound, format!("pool {id} is not registered")))

@@ -361,6 +361,23 @@ impl MockPool {
         bytes
     }
 
+    /// Bytes of a part of a page, run after run. Other parts of the page may be written meanwhile.
+    ///
+    /// # Panics
+    /// When there is no such page or segment.
+    pub fn read_component(&self, page: u32, component: &v0_1::Component) -> Vec<u8> {
+        let (piece, len) = self.pieces(page).nth(component.segment as usize).unwrap_or((std::ptr::null_mut(), 0));
+        let mut bytes = Vec::new();
+        for run in 0..component.run_count {
+            let start = (component.offset + run * component.run_stride) as usize;
+            assert!(start + component.run_len as usize <= len, "the component lies in its segment");
+            // SAFETY: within the mapping. Volatile, because a plugin that is wrong may be writing here.
+            bytes
+                .extend((start..start + component.run_len as usize).map(|at| unsafe { piece.add(at).read_volatile() }));
+        }
+        bytes
+    }
+
     /// Writes the bytes of a page.
     ///
     /// # Panics

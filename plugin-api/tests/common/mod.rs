@@ -8,7 +8,9 @@
     reason = "each test binary uses a part of it; it plants panics"
 )]
 
-use std::collections::{HashMap, VecDeque};
+mod linker;
+
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -35,21 +37,13 @@ pub struct Config {
     pub page_ms: u64,
 }
 
-/// A queued load and its batch, none until it is started.
-struct Queued {
-    request: u64,
-    load: Option<Load>,
-    batch: Option<u64>,
-}
-
 /// The backend.
 pub struct Memory {
     config: Config,
     host: Host,
-    pages: Mutex<Pages>,
+    pages: Arc<Mutex<Pages>>,
     journal: Mutex<Vec<String>>,
-    loads: Mutex<Vec<Queued>>,
-    offloads: Mutex<VecDeque<Completed>>,
+    queues: Arc<linker::Queues>,
     failures: AtomicU64,
     /// Counted by [`instances_alive`].
     _alive: Arc<()>,
@@ -80,14 +74,14 @@ impl Memory {
     fn work(&self) {
         std::thread::sleep(Duration::from_millis(self.config.page_ms));
     }
+}
 
-    /// Fills a page with what is stored.
-    fn copy_out(&self, page: Page<'_, Get>) {
-        let stored = lock(&self.pages).get(&(page.pool().name().to_owned(), *page.key())).cloned();
-        match stored {
-            Some(bytes) => page.fill(&bytes),
-            None => page.finish(PageStatus::Missing),
-        }
+/// Fills a page with what is stored.
+fn copy_out(pages: &Mutex<Pages>, page: Page<'_, Get>) {
+    let stored = lock(pages).get(&(page.pool().name().to_owned(), *page.key())).cloned();
+    match stored {
+        Some(bytes) => page.fill(&bytes),
+        None => page.finish(PageStatus::Missing),
     }
 }
 
@@ -106,10 +100,9 @@ impl Backend for Memory {
         Ok(Memory {
             config: open.config()?,
             host: open.host(),
-            pages: Mutex::default(),
+            pages: Arc::default(),
             journal: Mutex::new(vec!["open".to_owned()]),
-            loads: Mutex::default(),
-            offloads: Mutex::default(),
+            queues: Arc::default(),
             failures: AtomicU64::new(0),
             _alive: alive,
         })
@@ -159,7 +152,7 @@ impl Backend for Memory {
         for page in batch.into_pages() {
             call.check()?;
             self.work();
-            self.copy_out(page);
+            copy_out(&self.pages, page);
         }
         Ok(())
     }
@@ -224,80 +217,7 @@ impl Backend for Memory {
 
     fn close(&self, _: &Call<'_>) -> Result<()> {
         self.note("close");
-        Ok(())
-    }
-}
-
-impl Linker for Memory {
-    type Backend = Memory;
-
-    fn lookup(backend: &Memory, exists: &mut Exists<'_>) -> Result<()> {
-        backend.batch_exists(exists)
-    }
-
-    fn load(backend: &Memory, load: Load) -> Result<()> {
-        lock(&backend.loads).push(Queued { request: load.request, load: Some(load), batch: None });
-        Ok(())
-    }
-
-    fn start_layer_wise_loading(backend: &Memory, start: Start) -> Result<()> {
-        if start.ready.iter().any(|ready| ready.kind != ReadyKind::Now) {
-            lock(&backend.loads).retain(|queued| queued.batch.is_some());
-            return Err(Error::unsupported("waiting for a device"));
-        }
-        for queued in lock(&backend.loads).iter_mut().filter(|queued| queued.batch.is_none()) {
-            queued.batch = Some(start.batch);
-            queued.load.take().into_iter().flat_map(Load::into_pages).for_each(|page| backend.copy_out(page));
-        }
-        // Everything was copied at once, so every layer is settled; a backend with I/O settles them one by one from its threads.
-        start.done.settle_all();
-        Ok(())
-    }
-
-    fn finish_layer_wise_loading(backend: &Memory, _: &Call<'_>, batch: u64) -> Result<()> {
-        let mut loads = lock(&backend.loads);
-        let before = loads.len();
-        loads.retain(|queued| queued.batch != Some(batch));
-        if loads.len() == before {
-            return Err(Error::new(ErrorKind::NotFound, format!("batch {batch} was not started")));
-        }
-        Ok(())
-    }
-
-    fn cancel_queued_load(backend: &Memory, request: u64) -> Result<()> {
-        let mut loads = lock(&backend.loads);
-        let queued = loads.iter().position(|queued| queued.request == request && queued.batch.is_none());
-        let queued =
-            queued.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("request {request} is not queued")))?;
-        loads.remove(queued);
-        Ok(())
-    }
-
-    fn offload(backend: &Memory, offload: Offload) -> Result<()> {
-        if offload.ready.iter().any(|ready| ready.kind != ReadyKind::Now) {
-            return Err(Error::unsupported("waiting for a device"));
-        }
-        let bytes = |page: &Page<'_, Set>| Ok(((page.pool().name().to_owned(), *page.key()), page.to_vec()?));
-        let stored = offload.pages().map(|page| bytes(&page)).collect::<Result<Vec<_>>>()?;
-        // All pages become visible at once.
-        lock(&backend.pages).extend(stored);
-        offload.pages().for_each(|page| page.finish(PageStatus::Ok));
-        lock(&backend.offloads).push_back(Completed { operation: offload.operation, result: Ok(()) });
-        backend.host.offload_completed();
-        Ok(())
-    }
-
-    fn num_completed_offloads(backend: &Memory) -> u64 {
-        lock(&backend.offloads).len() as u64
-    }
-
-    fn pop_completed_offload(backend: &Memory) -> Option<Completed> {
-        lock(&backend.offloads).pop_front()
-    }
-
-    fn reset(backend: &Memory, _: &Call<'_>) -> Result<()> {
-        lock(&backend.loads).clear();
-        lock(&backend.offloads).clear();
+        self.queues.end();
         Ok(())
     }
 }

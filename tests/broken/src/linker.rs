@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -114,10 +114,8 @@ fn spawn<T: Send + 'static>(name: &str, body: impl FnOnce() -> T + Send + 'stati
 
 /// Waits until every handle says that pages may be touched.
 fn wait_until_ready(ready: &[Ready], check: &dyn Fn() -> Result<()>) -> Result<()> {
-    for handle in ready.iter().filter(|handle| handle.kind == ReadyKind::HostFlag) {
-        // SAFETY: rule of the boundary: the handle is the address of a 32-bit word that lives as long as the operation.
-        let word = unsafe { AtomicU32::from_ptr(handle.handle as *mut u32) };
-        while word.load(Ordering::Acquire) != 1 {
+    for handle in ready {
+        while !handle.is_set()? {
             check()?;
             std::thread::sleep(LOOK);
         }
@@ -126,8 +124,8 @@ fn wait_until_ready(ready: &[Ready], check: &dyn Fn() -> Result<()>) -> Result<(
 }
 
 fn refuse_devices(ready: &[Ready]) -> Result<()> {
-    match ready.iter().find(|handle| !matches!(handle.kind, ReadyKind::Now | ReadyKind::HostFlag)) {
-        Some(handle) => Err(Error::unsupported(&format!("waiting for a {}", handle.kind))),
+    match ready.iter().find(|handle| !matches!(handle.kind(), ReadyKind::Now | ReadyKind::HostFlag)) {
+        Some(handle) => Err(Error::unsupported(&format!("waiting for a {}", handle.kind()))),
         None => Ok(()),
     }
 }
