@@ -37,6 +37,7 @@ use std::sync::{Mutex, PoisonError};
 
 use sha2_const_stable::Sha256;
 
+#[cfg(feature = "conformance")]
 pub(crate) use instance::raw_identity;
 pub use instance::{Found, Instance, Options, Outcome, Part, Query};
 pub use linker::{MockLinker, PendingLoad, PendingOffload};

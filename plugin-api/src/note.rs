@@ -144,8 +144,31 @@ pub struct NoteSource {
     pub check_config: &'static str,
 }
 
+/// A version of the boundary as a note describes it.
+#[derive(Debug, Clone, Copy)]
+pub struct NoteVersion {
+    /// As notes spell it: `0.1`.
+    pub text: &'static str,
+    /// As the entry symbol takes it.
+    pub number: u32,
+    /// The description of every type, one line a type.
+    pub types: &'static str,
+    /// SHA-256 of `types`.
+    pub types_sha256: [u8; 32],
+}
+
+impl NoteVersion {
+    /// Version 0.1.
+    pub const V0_1: NoteVersion = NoteVersion {
+        text: v0_1::ABI_VERSION_TEXT,
+        number: v0_1::ABI_VERSION,
+        types: v0_1::TYPES_TEXT,
+        types_sha256: v0_1::TYPES_DIGEST,
+    };
+}
+
 impl NoteSource {
-    const fn write_json<const N: usize>(&self, out: &mut ConstWriter<N>) {
+    const fn write_json<const N: usize>(&self, versions: &[NoteVersion], out: &mut ConstWriter<N>) {
         out.text("{\"note\":1,\"name\":");
         out.json_string(self.name);
         out.text(",\"version\":");
@@ -154,9 +177,14 @@ impl NoteSource {
         out.json_string(self.license);
         out.text(",\"description\":");
         out.json_string(self.description);
-        out.text(",\"abi\":[\"");
-        out.text(v0_1::ABI_VERSION_TEXT);
-        out.text("\"],\"panic\":\"");
+        out.text(",\"abi\":");
+        let mut v = 0;
+        while v < versions.len() {
+            out.byte(if v == 0 { b'[' } else { b',' });
+            out.json_string(versions[v].text);
+            v += 1;
+        }
+        out.text("],\"panic\":\"");
         out.text(if self.panic_abort { "abort" } else { "unwind" });
         out.text("\",\"capabilities\":{");
         let flags = self.capabilities.flags();
@@ -176,40 +204,61 @@ impl NoteSource {
         out.text(self.config_schema);
         out.text(",\"check_config\":");
         out.text(self.check_config);
-        out.text(",\"types_sha256\":{\"");
-        out.text(v0_1::ABI_VERSION_TEXT);
-        out.text("\":\"");
-        out.hex(&v0_1::TYPES_DIGEST);
-        out.text("\"},\"types\":{\"");
-        out.text(v0_1::ABI_VERSION_TEXT);
-        out.text("\":");
-        out.json_string(v0_1::TYPES_TEXT);
+        out.text(",\"types_sha256\":");
+        let mut v = 0;
+        while v < versions.len() {
+            out.byte(if v == 0 { b'{' } else { b',' });
+            out.json_string(versions[v].text);
+            out.text(":\"");
+            out.hex(&versions[v].types_sha256);
+            out.byte(b'"');
+            v += 1;
+        }
+        out.text("},\"types\":");
+        let mut v = 0;
+        while v < versions.len() {
+            out.byte(if v == 0 { b'{' } else { b',' });
+            out.json_string(versions[v].text);
+            out.byte(b':');
+            out.json_string(versions[v].types);
+            v += 1;
+        }
         out.text("}}");
     }
 
-    /// Bytes of the JSON text.
-    pub const fn json_len(&self) -> usize {
+    const fn json_len(&self, versions: &[NoteVersion]) -> usize {
         let mut writer = ConstWriter::<0>::new();
-        self.write_json(&mut writer);
+        self.write_json(versions, &mut writer);
         writer.len()
     }
 
-    /// Bytes of the whole note, padded to 4.
+    /// Bytes of the whole note of a plugin that speaks version 0.1, padded to 4.
     pub const fn note_len(&self) -> usize {
-        NOTE_HEADER + self.json_len().next_multiple_of(4)
+        self.note_len_of(&[NoteVersion::V0_1])
     }
 
-    /// The note as it stands in the section; `N` is [`NoteSource::note_len`].
+    /// The note of a plugin that speaks version 0.1, as it stands in the section; `N` is [`NoteSource::note_len`].
     pub const fn note<const N: usize>(&self) -> [u8; N] {
+        self.note_of(&[NoteVersion::V0_1])
+    }
+
+    /// Bytes of the whole note of a plugin that speaks these versions, at least one, padded to 4.
+    pub const fn note_len_of(&self, versions: &[NoteVersion]) -> usize {
+        NOTE_HEADER + self.json_len(versions).next_multiple_of(4)
+    }
+
+    /// The note of a plugin that speaks these versions; `N` is [`NoteSource::note_len_of`].
+    pub const fn note_of<const N: usize>(&self, versions: &[NoteVersion]) -> [u8; N] {
+        assert!(!versions.is_empty(), "a plugin speaks at least one version");
         let mut out = ConstWriter::<N>::new();
         let owner_len = NOTE_OWNER.len() as u32 + 1;
         out.bytes(&owner_len.to_le_bytes());
-        out.bytes(&(self.json_len() as u32).to_le_bytes());
+        out.bytes(&(self.json_len(versions) as u32).to_le_bytes());
         out.bytes(&NOTE_TYPE.to_le_bytes());
         out.text(NOTE_OWNER);
         out.byte(0);
         out.byte(0);
-        self.write_json(&mut out);
+        self.write_json(versions, &mut out);
         while out.len() < N {
             out.byte(0);
         }
@@ -266,6 +315,20 @@ mod tests {
         assert_eq!(json["description"], "says \"hello\"");
         assert_eq!(json["capabilities"]["remove"], true);
         assert_eq!(json["capabilities"]["linker"], false);
+        assert_eq!(json["abi"], serde_json::json!(["0.1"]));
         assert_eq!(json["types"]["0.1"], v0_1::TYPES_TEXT);
+    }
+
+    #[test]
+    fn a_note_of_several_versions_describes_each() {
+        const NEWER: NoteVersion =
+            NoteVersion { text: "0.9", number: 9, types: "A 4 4 x:0:4:u32\n", types_sha256: [7; 32] };
+        const BOTH: &[NoteVersion] = &[NoteVersion::V0_1, NEWER];
+        static NOTE: [u8; SOURCE.note_len_of(BOTH)] = SOURCE.note_of(BOTH);
+        let len = u32::from_le_bytes(NOTE[4..8].try_into().unwrap()) as usize;
+        let json: serde_json::Value = serde_json::from_slice(&NOTE[20..20 + len]).unwrap();
+        assert_eq!(json["abi"], serde_json::json!(["0.1", "0.9"]));
+        assert_eq!((&json["types"]["0.1"], &json["types"]["0.9"]), (&v0_1::TYPES_TEXT.into(), &NEWER.types.into()));
+        assert_eq!(json["types_sha256"]["0.9"], "07".repeat(32));
     }
 }

@@ -9,6 +9,7 @@
 
 pub mod broken;
 pub mod client;
+pub mod frozen;
 #[cfg(test)]
 mod known_failures;
 pub mod load;

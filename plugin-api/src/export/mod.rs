@@ -107,7 +107,7 @@ impl<B> Instance<B> {
 ///
 /// # Safety
 /// As for [`raw::write_error`].
-unsafe fn guard(out: *mut ErrorOut, body: impl FnOnce() -> Result<()>) -> Status {
+pub unsafe fn guard(out: *mut ErrorOut, body: impl FnOnce() -> Result<()>) -> Status {
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
         Ok(Err(error)) => error,
@@ -216,6 +216,10 @@ pub use life::open;
 /// }
 /// # fn main() { assert!(!kvdock_plugin_entry(1).is_null()); assert!(kvdock_plugin_entry(99).is_null()); }
 /// ```
+///
+/// A plugin may speak further versions of the boundary with tables of its own: `other_tables: [VERSION => TABLE]` takes, for each, a
+/// constant [`NoteVersion`](crate::note::NoteVersion) and a `static` table. The note then describes all of them, and the entry answers
+/// each. `KVDOCK_TABLE` is the table of 0.1, for what the versions have in common.
 #[macro_export]
 macro_rules! export_plugin {
     (
@@ -223,8 +227,11 @@ macro_rules! export_plugin {
         name: $name:expr,
         capabilities: $capabilities:expr,
         config_schema: $schema:expr,
-        check_config: $check:expr $(,)?
+        check_config: $check:expr
+        $(, other_tables: [$($version:expr => $table:path),+ $(,)?])? $(,)?
     ) => {
+        const KVDOCK_VERSIONS: &[$crate::note::NoteVersion] = &[$crate::note::NoteVersion::V0_1 $($(, $version)+)?];
+
         /// What the note of this plugin says.
         pub const KVDOCK_NOTE_SOURCE: $crate::note::NoteSource = $crate::note::NoteSource {
             name: $name,
@@ -243,8 +250,8 @@ macro_rules! export_plugin {
 
         #[used]
         #[unsafe(link_section = ".note.kvdock")]
-        static KVDOCK_NOTE: $crate::note::NoteBytes<{ KVDOCK_NOTE_SOURCE.note_len() }> =
-            $crate::note::NoteBytes(KVDOCK_NOTE_SOURCE.note());
+        static KVDOCK_NOTE: $crate::note::NoteBytes<{ KVDOCK_NOTE_SOURCE.note_len_of(KVDOCK_VERSIONS) }> =
+            $crate::note::NoteBytes(KVDOCK_NOTE_SOURCE.note_of(KVDOCK_VERSIONS));
 
         unsafe extern "C" fn kvdock_open(
             args: *const $crate::v0_1::OpenArgs,
@@ -260,7 +267,15 @@ macro_rules! export_plugin {
         /// Entry point of the plugin: the table of an ABI version, or null.
         #[unsafe(no_mangle)]
         pub extern "C" fn kvdock_plugin_entry(abi_version: u32) -> *const ::std::ffi::c_void {
-            if abi_version == $crate::v0_1::ABI_VERSION { (&raw const KVDOCK_TABLE).cast() } else { ::std::ptr::null() }
+            if abi_version == $crate::v0_1::ABI_VERSION {
+                return (&raw const KVDOCK_TABLE).cast();
+            }
+            $($(
+                if abi_version == $version.number {
+                    return (&raw const $table).cast();
+                }
+            )+)?
+            ::std::ptr::null()
         }
     };
 }
