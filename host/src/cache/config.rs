@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::layout::HostLayout;
 use super::types::CacheError;
 
-/// When pages go from device to host and on to storage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// When pages go from device to host and on to storage; the most eager first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum WritePolicy {
     /// As soon as a page is in the tree.
     #[default]

@@ -34,6 +34,7 @@ mod seal;
 mod tree;
 
 pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
+pub use controller::Guarded;
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};
 pub use stats::{

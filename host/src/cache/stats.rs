@@ -162,12 +162,14 @@ impl BackendCounters {
         [0, 1].map(|way| BreakerState::ALL[usize::from(self.breakers[way].load(Ordering::Relaxed)).min(2)])
     }
 
-    #[allow(dead_code)]
     pub(super) fn call(&self, op: StorageOp) -> &CallCounters {
         &self.calls[op as usize]
     }
 
-    #[allow(dead_code)]
+    pub(super) fn moved(&self, op: StorageOp, bytes: u64) {
+        self.call(op).bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     pub(super) fn set_breaker(&self, way: usize, state: BreakerState) {
         self.breakers[way].store(state as u8, Ordering::Relaxed);
     }

@@ -1,15 +1,17 @@
 //! Which figure goes under which name. SGLang's names where it has one.
 
 use std::fmt;
+use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::metrics::MetricSources;
 use super::write::Writer;
-use crate::cache::{CacheStats, StorageOp, StorageResult};
+use crate::cache::{BackendCounters, CacheStats, CallFigures, StorageOp, StorageResult};
 use crate::engine::EngineStats;
 use crate::plugin::admin::BackendStatus;
+use crate::plugin::backend::BreakerState;
 use crate::plugin::manager::ReportedMetric;
 
 /// Reads all figures when metrics are asked for.
@@ -157,6 +159,7 @@ fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
         ("host_capacity", cache.unfulfilled_host_capacity_tokens),
         ("storage_transfer", cache.unfulfilled_storage_transfer_tokens),
         ("deadline", cache.unfulfilled_deadline_tokens),
+        ("not_worth_it", cache.unfulfilled_not_worth_tokens),
     ];
     let labelled = reasons.map(|(reason, tokens)| ([("reason", reason)], tokens));
     let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
@@ -167,6 +170,21 @@ fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
         cache.prefetch_rate_limited,
     )?;
     out.counter("kvdock:prefetch_shared", "Requests that waited for another's prefetch", cache.prefetch_shared)?;
+    out.counter(
+        "kvdock:break_even_explored",
+        "Reads made though computing is faster, to measure a backend anew",
+        cache.break_even_explored,
+    )?;
+    out.counter(
+        "kvdock:storage_fallback_tokens",
+        "Tokens from another backend after the first one failed to deliver them",
+        cache.fallback_tokens,
+    )?;
+    out.counter(
+        "kvdock:storage_promoted_tokens",
+        "Tokens offered to a backend because they came from another one",
+        cache.promoted_tokens,
+    )?;
     out.counter("kvdock:breaker_skips", "Storage calls not made: the backend keeps failing", cache.breaker_skips)?;
     out.counter("kvdock:corrupt_pages", "Pages with wrong bytes", cache.corrupt_pages)?;
     out.counter("kvdock:healed_pages", "Corrupt pages removed from storage", cache.healed_pages)?;
@@ -221,6 +239,7 @@ impl Figures {
         }
         let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
         out.counters("kvdock:storage_pages", "Pages by backend, call and what became of them", &series)?;
+        backend_calls(out, &backends)?;
         if let Some(storage) = &self.0.storage {
             backend_states(out, &storage.status().backends)?;
         }
@@ -229,6 +248,62 @@ impl Figures {
         }
         Ok(())
     }
+}
+
+/// What the guards around the backends have counted.
+fn backend_calls(out: &mut Writer<'_>, backends: &[(String, Arc<BackendCounters>)]) -> fmt::Result {
+    let figures: Vec<(&str, StorageOp, CallFigures)> = backends
+        .iter()
+        .flat_map(|(name, counters)| StorageOp::CALLS.map(|op| (name.as_str(), op, counters.calls(op))))
+        .collect();
+    let outcomes: [(&str, fn(&CallFigures) -> u64); 5] = [
+        ("ok", |calls| calls.ok),
+        ("failed", |calls| calls.failed),
+        ("cancelled", |calls| calls.cancelled),
+        ("skipped", |calls| calls.skipped),
+        ("crowded_out", |calls| calls.crowded_out),
+    ];
+    let mut labelled = Vec::new();
+    for &(name, op, calls) in &figures {
+        for (outcome, pick) in outcomes {
+            labelled.push(([("backend", name), ("op", op.as_str()), ("outcome", outcome)], pick(&calls)));
+        }
+    }
+    let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
+    out.counters("kvdock:storage_calls", "Calls by backend, call and outcome, each with its retries", &series)?;
+    let labels: Vec<_> =
+        figures.iter().map(|(name, op, calls)| ([("backend", *name), ("op", op.as_str())], calls)).collect();
+    let counts = |pick: fn(&CallFigures) -> u64| -> Vec<_> {
+        labels.iter().map(|(labels, calls)| (labels.as_slice(), pick(calls))).collect()
+    };
+    let seconds = |pick: fn(&CallFigures) -> u64| -> Vec<_> {
+        labels.iter().map(|(labels, calls)| (labels.as_slice(), pick(calls) as f64 / 1e9)).collect()
+    };
+    out.counters("kvdock:storage_retries", "Calls made again after an error", &counts(|calls| calls.retries))?;
+    out.counters("kvdock:storage_bytes", "Bytes of the pages read and stored", &counts(|calls| calls.bytes))?;
+    out.counters("kvdock:storage_queued", "Calls that waited for their turn", &counts(|calls| calls.queued))?;
+    out.gauges("kvdock:storage_call_seconds", "Time in the backend so far", &seconds(|calls| calls.nanos))?;
+    out.gauges(
+        "kvdock:storage_queued_seconds",
+        "Time calls waited for their turn so far",
+        &seconds(|c| c.queued_nanos),
+    )?;
+    out.gauges(
+        "kvdock:storage_limited_seconds",
+        "Time calls waited for the bandwidth limit so far",
+        &seconds(|calls| calls.limited_nanos),
+    )?;
+    let mut breakers = Vec::new();
+    for (name, counters) in backends {
+        for (way, now) in ["read", "write"].into_iter().zip(counters.breakers()) {
+            for state in BreakerState::ALL {
+                let labels = [("backend", name.as_str()), ("way", way), ("state", state.as_str())];
+                breakers.push((labels, if state == now { 1.0 } else { 0.0 }));
+            }
+        }
+    }
+    let series: Vec<_> = breakers.iter().map(|(labels, value)| (labels.as_slice(), *value)).collect();
+    out.gauges("kvdock:storage_breaker", "1 for the state a circuit breaker is in", &series)
 }
 
 /// What plugins reported. Their names are theirs, so they stand in a label and can't collide with

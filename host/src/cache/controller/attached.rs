@@ -1,24 +1,41 @@
-//! Attached backends, and calls to them.
+//! Attached backends, and calls to them through the guards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::belief::{Belief, Breaker};
+use super::belief::Belief;
+use super::guard::backoff;
+use super::guard::break_even::ReadSpeed;
+use super::guard::breaker::{Breaker, Pass};
+use super::guard::bucket::Bucket;
+use super::guard::cancel::CancelSet;
+use super::quarantine::Quarantine;
+use crate::cache::config::WritePolicy;
 use crate::cache::pool::HostPool;
-use crate::cache::stats::{BackendCounters, CacheCounters, StorageResult};
+use crate::cache::stats::{BackendCounters, CacheCounters, StorageOp};
 use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendSettings, CallOptions, ErrorKind, GuardReport, PageStatus, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BreakEven, BreakerState, CallOptions, ErrorKind, GuardReport,
+    StorageBackend, WayReport,
 };
+
+/// How often a call that waits for its turn looks whether it was called off.
+const TURN_LOOK: Duration = Duration::from_millis(10);
+/// Cancel flags kept for later calls.
+const SPARE_FLAGS: usize = 64;
 
 /// Why a call brought nothing.
 #[derive(Debug)]
 pub(crate) enum CallFault {
-    /// The backend keeps failing and was not called.
+    /// The backend keeps failing, or left, and was not called.
     Skipped,
+    /// The bandwidth limit, or the calls before it, left no time; the backend was not called.
+    CrowdedOut,
+    /// The operation was called off before the backend was called.
+    CalledOff,
     /// The call failed.
     Failed(BackendError),
 }
@@ -32,76 +49,109 @@ pub(crate) enum Way {
     Write,
 }
 
-/// Calls that can be cancelled together: those of an operation.
-#[derive(Debug, Default)]
-pub(crate) struct CancelSet {
-    cancelled: AtomicBool,
-    calls: Mutex<Vec<Arc<AtomicU32>>>,
-}
-
-impl CancelSet {
-    /// Asks all running calls to give up, and all later ones.
-    pub fn cancel(&self) {
-        let calls = self.calls.lock();
-        self.cancelled.store(true, Ordering::Release);
-        for call in calls.iter() {
-            call.store(1, Ordering::Release);
+impl Way {
+    fn of(op: StorageOp) -> Way {
+        match op {
+            StorageOp::Get | StorageOp::Exists => Way::Read,
+            StorageOp::Set | StorageOp::Remove | StorageOp::Flush => Way::Write,
         }
     }
 
-    /// Whether `cancel` was called.
-    pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
-    }
-
-    fn enter(&self, call: &Arc<AtomicU32>) {
-        let mut calls = self.calls.lock();
-        if self.is_cancelled() {
-            call.store(1, Ordering::Release);
+    fn as_str(self) -> &'static str {
+        match self {
+            Way::Read => "reads",
+            Way::Write => "writes",
         }
-        calls.push(Arc::clone(call));
-    }
-
-    fn leave(&self, call: &Arc<AtomicU32>) {
-        self.calls.lock().retain(|other| !Arc::ptr_eq(other, call));
     }
 }
 
-/// Host pages of late calls.
+/// What a call is about.
+#[derive(Clone, Copy)]
+pub(crate) struct CallInfo<'a> {
+    /// Which call.
+    pub op: StorageOp,
+    /// Pages it is about.
+    pub pages: usize,
+    /// Bytes it may move, which count for the bandwidth limit.
+    pub bytes: u64,
+    /// What it belongs to.
+    pub operation: &'a CancelSet,
+}
+
+/// Counts of one way.
 #[derive(Debug, Default)]
-struct Quarantine {
-    /// Pages that calls still hold, once a call.
-    held: Vec<u32>,
-    /// Pages of calls that returned before their lateness was taken note of.
-    early: Vec<u32>,
+struct WayState {
+    breaker: Mutex<Breaker>,
+    calls: AtomicU64,
+    failed: AtomicU64,
+    skipped: AtomicU64,
+    retried: AtomicU64,
+    queued: AtomicU64,
+    crowded_out: AtomicU64,
 }
 
 /// A backend in use, with what the host knows of it.
 pub(crate) struct Attached {
     backend: Arc<dyn StorageBackend>,
-    /// Pages by call and result.
-    pub pages: Arc<BackendCounters>,
+    /// Figures by call and result.
+    pub figures: Arc<BackendCounters>,
+    /// How fast it is read from.
+    pub speed: ReadSpeed,
     counters: Arc<CacheCounters>,
+    policy: Option<WritePolicy>,
     belief: Mutex<Belief>,
-    breakers: [Mutex<Breaker>; 2],
-    quarantine: Mutex<Quarantine>,
+    /// How often its store was emptied.
+    emptied: AtomicU32,
+    ways: [WayState; 2],
+    limits: [Option<Bucket>; 2],
+    quarantine: Quarantine,
     retired: AtomicBool,
     running: Mutex<usize>,
     idle: Condvar,
+    /// Cancel flags that no call uses, so that a call allocates none.
+    flags: Mutex<Vec<Arc<AtomicU32>>>,
+}
+
+/// A place among the calls that the backend wants at a time.
+struct Turn<'a>(&'a Attached);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.idle.notify_all();
+    }
 }
 
 impl Attached {
-    pub(super) fn new(backend: Arc<dyn StorageBackend>, counters: Arc<CacheCounters>) -> Self {
+    /// A backend of which nothing is known yet.
+    pub fn new(backend: Arc<dyn StorageBackend>, counters: Arc<CacheCounters>) -> Self {
+        let (figures, settings, now) = (counters.backend(backend.name()), backend.settings(), Instant::now());
+        let policy = settings.write_policy.as_deref().and_then(|name| {
+            name.parse()
+                .inspect_err(|error| {
+                    tracing::error!(backend = backend.name(), %error, "the cache's write policy is used");
+                })
+                .ok()
+        });
+        let limits = [settings.read_bandwidth, settings.write_bandwidth];
+        for way in 0..2 {
+            figures.set_breaker(way, BreakerState::Closed);
+        }
         Attached {
-            pages: counters.backend(backend.name()),
+            figures,
+            speed: ReadSpeed::default(),
             counters,
+            policy,
+            limits: limits.map(|limit| limit.map(|bytes| Bucket::new(bytes, now))),
             backend,
             belief: Mutex::default(),
-            breakers: Default::default(),
-            quarantine: Mutex::default(),
+            emptied: AtomicU32::new(0),
+            ways: Default::default(),
+            quarantine: Quarantine::default(),
             retired: AtomicBool::new(false),
             running: Mutex::new(0),
             idle: Condvar::new(),
+            flags: Mutex::new(Vec::with_capacity(SPARE_FLAGS)),
         }
     }
 
@@ -120,106 +170,288 @@ impl Attached {
         self.backend.settings()
     }
 
+    /// Its write policy, where that of the cache is `default`.
+    pub fn write_policy(&self, default: WritePolicy) -> WritePolicy {
+        self.policy.unwrap_or(default)
+    }
+
     /// What the guards have seen.
-    pub fn report(&self) -> GuardReport {
-        let [reads, writes] = [Way::Read, Way::Write].map(|way| self.breakers[way as usize].lock().report());
-        GuardReport { reads, writes, break_even: None }
+    pub fn report(&self, break_even: Option<BreakEven>) -> GuardReport {
+        let way = |way: Way| {
+            let state = &self.ways[way as usize];
+            let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+            let breaker = state.breaker.lock();
+            WayReport {
+                breaker: breaker.state(),
+                resting: breaker.why(),
+                since: breaker.since(),
+                failures: breaker.failures(),
+                calls: count(&state.calls),
+                failed: count(&state.failed),
+                skipped: count(&state.skipped),
+                retried: count(&state.retried),
+                queued: count(&state.queued),
+                crowded_out: count(&state.crowded_out),
+            }
+        };
+        GuardReport { reads: way(Way::Read), writes: way(Way::Write), break_even }
     }
 
     /// Whether its reads keep failing and it is left alone for now.
     pub fn is_resting(&self) -> bool {
-        self.breakers[Way::Read as usize].lock().is_open(Instant::now())
+        self.ways[Way::Read as usize].breaker.lock().is_open(Instant::now())
     }
 
-    /// Calls the backend. A panic on the way is an error like any other.
+    /// Calls the backend: not while it rests, no more calls at a time than it wants, within the bandwidth limit and a deadline, and again
+    /// after errors that say that this can help. A panic on the way is an error like any other. `attempt` is called once a try.
+    ///
+    /// Waiting for a turn takes at most the call's timeout, and none of its time: a backend is not blamed for the calls before.
     pub fn call<R>(
         &self,
-        way: Way,
-        operation: &CancelSet,
-        call: impl FnOnce(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
+        info: &CallInfo<'_>,
+        mut attempt: impl FnMut(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
     ) -> Result<R, CallFault> {
-        let breaker = &self.breakers[way as usize];
-        // Counted before the look at `retired`, so that whoever saw none running after a detach sees none later.
-        *self.running.lock() += 1;
-        if self.retired.load(Ordering::SeqCst) || !breaker.lock().allows(Instant::now()) {
-            self.leave();
-            self.counters.breaker_skips.fetch_add(1, Ordering::Relaxed);
+        let (op, way) = (info.op, Way::of(info.op));
+        let _span =
+            tracing::debug_span!("storage", backend = self.name(), op = op.as_str(), pages = info.pages).entered();
+        let began = Instant::now();
+        let result = self.guarded(way, info, &mut attempt);
+        let figures = self.figures.call(op);
+        let (figure, outcome) = match &result {
+            Ok(_) => (&figures.ok, "ok"),
+            Err(CallFault::Skipped) => (&figures.skipped, "skipped"),
+            Err(CallFault::CrowdedOut) => (&figures.crowded_out, "crowded out"),
+            Err(CallFault::CalledOff) => (&figures.cancelled, "called off"),
+            Err(CallFault::Failed(error)) if error.kind == ErrorKind::Cancelled => (&figures.cancelled, "cancelled"),
+            Err(CallFault::Failed(_)) => (&figures.failed, "failed"),
+        };
+        figure.fetch_add(1, Ordering::Relaxed);
+        match &result {
+            Err(CallFault::Skipped) => {
+                self.counters.breaker_skips.fetch_add(1, Ordering::Relaxed);
+                self.ways[way as usize].skipped.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(CallFault::CrowdedOut) => drop(self.ways[way as usize].crowded_out.fetch_add(1, Ordering::Relaxed)),
+            _ => {}
+        }
+        let error = result.as_ref().err().and_then(|fault| match fault {
+            CallFault::Failed(error) => Some(tracing::field::display(error)),
+            _ => None,
+        });
+        let seconds = began.elapsed().as_secs_f64();
+        tracing::debug!(
+            backend = self.name(),
+            op = op.as_str(),
+            pages = info.pages,
+            outcome,
+            seconds,
+            error,
+            "storage call"
+        );
+        result
+    }
+
+    fn guarded<R>(
+        &self,
+        way: Way,
+        info: &CallInfo<'_>,
+        attempt: &mut impl FnMut(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
+    ) -> Result<R, CallFault> {
+        let state = &self.ways[way as usize];
+        let (now, timeout) = (Instant::now(), self.settings().timeout);
+        if self.is_retired() || state.breaker.lock().is_open(now) {
             return Err(CallFault::Skipped);
         }
-        let options = CallOptions::within(self.settings().timeout);
-        operation.enter(&options.cancel);
-        let result = catch_unwind(AssertUnwindSafe(|| call(&*self.backend, &options)));
-        operation.leave(&options.cancel);
-        self.leave();
-        let result = result.unwrap_or_else(|_| {
-            Err(BackendError {
-                backend: self.name().to_owned(),
-                kind: ErrorKind::Internal,
-                retryable: false,
-                message: "the call panicked".to_owned(),
-                pages_in_use: false,
-            })
+        let patience = now + timeout;
+        self.take_bandwidth(way, info, now, patience)?;
+        let entered = self.take_turn(info, patience).and_then(|turn| {
+            // Asked last: whoever is let through after a rest makes the call.
+            state.breaker.lock().allows(Instant::now()).map(|pass| (turn, pass)).ok_or(CallFault::Skipped)
         });
-        match result {
-            Ok(value) => {
-                breaker.lock().succeeded();
-                Ok(value)
+        let (turn, pass) = entered.inspect_err(|_| self.give_bandwidth_back(way, info.bytes))?;
+        if pass == Pass::Probe {
+            self.figures.set_breaker(way as usize, BreakerState::HalfOpen);
+        }
+        state.calls.fetch_add(1, Ordering::Relaxed);
+        let result = self.tries(way, info, pass, turn, Instant::now() + timeout, attempt);
+        self.settle(way, pass, &result);
+        result.map_err(CallFault::Failed)
+    }
+
+    /// The first try and those after it.
+    fn tries<R>(
+        &self,
+        way: Way,
+        info: &CallInfo<'_>,
+        pass: Pass,
+        turn: Turn<'_>,
+        deadline: Instant,
+        attempt: &mut impl FnMut(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
+    ) -> Result<R, BackendError> {
+        // Whoever finds out whether a backend works again asks once.
+        let retries = if pass == Pass::Probe { 0 } else { self.settings().retries };
+        let mut turn = turn;
+        for retry in 0.. {
+            let error = match self.once(info, deadline, attempt) {
+                Ok(value) => return Ok(value),
+                Err(error) => error,
+            };
+            let again = Instant::now() + backoff::pause(retry);
+            // Pages of a call that has not returned are not given to another one.
+            let may = error.retryable && !error.pages_in_use && retry < retries && again < deadline;
+            if !may || self.is_retired() {
+                return Err(error);
             }
-            Err(mut error) => {
-                if error.kind == ErrorKind::Cancelled
-                    && !operation.is_cancelled()
-                    && !self.retired.load(Ordering::SeqCst)
-                {
-                    // Nobody here called it off: its time was over.
-                    error.kind = ErrorKind::TimedOut;
-                    error.retryable = true;
-                }
-                // What was asked to stop did not fail.
-                if error.kind != ErrorKind::Cancelled && breaker.lock().failed(Instant::now()) {
-                    tracing::warn!(backend = self.name(), %error, "storage keeps failing; it is left alone for a while");
-                } else {
-                    tracing::debug!(backend = self.name(), %error, "storage call failed");
-                }
-                Err(CallFault::Failed(error))
+            tracing::debug!(backend = self.name(), op = info.op.as_str(), retry, %error, "storage call is made again");
+            drop(turn);
+            if info.operation.sleep(again) {
+                return Err(error);
+            }
+            turn = match self.take_turn(info, deadline) {
+                Ok(turn) => turn,
+                Err(_) => return Err(error),
+            };
+            self.ways[way as usize].retried.fetch_add(1, Ordering::Relaxed);
+            self.figures.call(info.op).retries.fetch_add(1, Ordering::Relaxed);
+        }
+        drop(turn);
+        // The loop above ends by its returns.
+        Err(self.error(ErrorKind::Internal, "the call was not made"))
+    }
+
+    fn once<R>(
+        &self,
+        info: &CallInfo<'_>,
+        deadline: Instant,
+        attempt: &mut impl FnMut(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
+    ) -> Result<R, BackendError> {
+        let options = CallOptions { deadline, cancel: self.flags.lock().pop().unwrap_or_default() };
+        info.operation.enter(&options.cancel);
+        let began = Instant::now();
+        let result = catch_unwind(AssertUnwindSafe(|| attempt(&*self.backend, &options)));
+        let nanos = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.figures.call(info.op).nanos.fetch_add(nanos, Ordering::Relaxed);
+        info.operation.leave(&options.cancel);
+        let mut result = result.unwrap_or_else(|_| Err(self.error(ErrorKind::Internal, "the call panicked")));
+        if let Err(error) = &mut result
+            && error.kind == ErrorKind::Cancelled
+            && !info.operation.is_cancelled()
+            && !self.is_retired()
+        {
+            // Nobody here called it off: its time was over.
+            error.kind = ErrorKind::TimedOut;
+            error.retryable = true;
+        }
+        // A flag that was set may be in the hands of a call that has not returned.
+        let in_use = matches!(&result, Err(error) if error.pages_in_use || error.kind == ErrorKind::TimedOut);
+        if !in_use && !options.is_cancelled() {
+            let mut flags = self.flags.lock();
+            if flags.len() < SPARE_FLAGS {
+                flags.push(options.cancel);
             }
         }
+        result
+    }
+
+    fn settle<R>(&self, way: Way, pass: Pass, result: &Result<R, BackendError>) {
+        let state = &self.ways[way as usize];
+        let (name, what) = (self.name(), way.as_str());
+        let mut breaker = state.breaker.lock();
+        match result {
+            Ok(_) => {
+                if breaker.succeeded(pass) {
+                    tracing::info!(backend = name, "storage works again: {what} are back");
+                }
+            }
+            // What was asked to stop did not fail.
+            Err(error) if error.kind == ErrorKind::Cancelled => breaker.unsettled(pass, Instant::now()),
+            Err(error) => {
+                state.failed.fetch_add(1, Ordering::Relaxed);
+                if let Some(pause) = breaker.failed(pass, Instant::now(), || error.to_string()) {
+                    let failures = breaker.failures();
+                    tracing::warn!(backend = name, failures, ?pause, %error, "storage keeps failing; its {what} rest");
+                }
+            }
+        }
+        self.figures.set_breaker(way as usize, breaker.state());
+    }
+
+    fn take_bandwidth(&self, way: Way, info: &CallInfo<'_>, now: Instant, patience: Instant) -> Result<(), CallFault> {
+        let Some(limit) = self.limits[way as usize].as_ref().filter(|_| info.bytes > 0) else { return Ok(()) };
+        let begin = limit.take(info.bytes, now, patience).ok_or(CallFault::CrowdedOut)?;
+        if begin > now {
+            let called_off = info.operation.sleep(begin);
+            let nanos = u64::try_from(now.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.figures.call(info.op).limited_nanos.fetch_add(nanos, Ordering::Relaxed);
+            if called_off {
+                limit.give_back(info.bytes);
+                return Err(CallFault::CalledOff);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back bandwidth of a call that moved less than it might have.
+    pub(super) fn give_bandwidth_back(&self, way: Way, bytes: u64) {
+        if let Some(limit) = &self.limits[way as usize]
+            && bytes > 0
+        {
+            limit.give_back(bytes);
+        }
+    }
+
+    /// Waits until fewer calls run than the backend wants at a time.
+    fn take_turn(&self, info: &CallInfo<'_>, patience: Instant) -> Result<Turn<'_>, CallFault> {
+        let most = self.limits().concurrency.max(1);
+        let mut running = self.running.lock();
+        if *running >= most {
+            let began = Instant::now();
+            let figures = self.figures.call(info.op);
+            figures.queued.fetch_add(1, Ordering::Relaxed);
+            self.ways[Way::of(info.op) as usize].queued.fetch_add(1, Ordering::Relaxed);
+            let ended = loop {
+                if *running < most || self.is_retired() {
+                    break Ok(());
+                }
+                let now = Instant::now();
+                if info.operation.is_cancelled() {
+                    break Err(CallFault::CalledOff);
+                }
+                if now >= patience {
+                    break Err(CallFault::CrowdedOut);
+                }
+                self.idle.wait_until(&mut running, patience.min(now + TURN_LOOK));
+            };
+            let nanos = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            figures.queued_nanos.fetch_add(nanos, Ordering::Relaxed);
+            ended?;
+        }
+        // Counted before the look at `retired`, so that whoever saw none running after a detach sees none later.
+        *running += 1;
+        drop(running);
+        let turn = Turn(self);
+        if self.is_retired() { Err(CallFault::Skipped) } else { Ok(turn) }
+    }
+
+    /// An error of the host's own.
+    pub(super) fn error(&self, kind: ErrorKind, message: &str) -> BackendError {
+        let (backend, message) = (self.name().to_owned(), message.to_owned());
+        BackendError { backend, kind, retryable: false, message, pages_in_use: false }
     }
 
     /// Takes note that a late call still holds `pages`. It is one of their holders in the pool.
     pub fn hold(&self, pages: &[u32], host: &HostPool) {
-        let mut quarantine = self.quarantine.lock();
-        for &page in pages {
-            match quarantine.early.iter().position(|&early| early == page) {
-                Some(at) => {
-                    quarantine.early.swap_remove(at);
-                    host.release(&[page]);
-                }
-                None => quarantine.held.push(page),
-            }
-        }
+        self.quarantine.hold(pages, host);
     }
 
     /// Gives back the pages of late calls that have returned. Says how many are still held.
     pub fn collect(&self, host: &HostPool) -> usize {
-        let mut quarantine = self.quarantine.lock();
-        if quarantine.held.is_empty() {
-            return 0;
-        }
-        for page in self.backend.reclaim() {
-            match quarantine.held.iter().position(|&held| held == page) {
-                Some(at) => {
-                    quarantine.held.swap_remove(at);
-                    host.release(&[page]);
-                }
-                None => quarantine.early.push(page),
-            }
-        }
-        quarantine.held.len()
+        self.quarantine.collect(host, || self.backend.reclaim())
     }
 
     /// Pages of late calls.
     pub fn held(&self) -> Vec<u32> {
-        self.quarantine.lock().held.clone()
+        self.quarantine.held()
     }
 
     /// Runs with what is believed of the store.
@@ -227,18 +459,39 @@ impl Attached {
         run(&mut self.belief.lock())
     }
 
+    /// How often its store was emptied. What was acknowledged before the last time is not there.
+    pub fn times_emptied(&self) -> u32 {
+        self.emptied.load(Ordering::SeqCst)
+    }
+
+    /// Its store was emptied: nothing is believed to be there any more.
+    pub(super) fn empty(&self) {
+        let mut belief = self.belief.lock();
+        self.emptied.fetch_add(1, Ordering::SeqCst);
+        belief.clear();
+    }
+
+    /// Believes what a call acknowledged, unless the store was emptied since the call began, when it had been `emptied` times.
+    pub fn acknowledge(&self, keys: impl Iterator<Item = [u8; 32]>, emptied: u32) {
+        let mut belief = self.belief.lock();
+        if self.times_emptied() == emptied {
+            keys.for_each(|key| belief.stored(&key));
+        }
+    }
+
     /// Makes no new calls. Those that run are left to return; whoever closes the backend cancels them after a while.
     pub(super) fn retire(&self) {
         self.retired.store(true, Ordering::SeqCst);
-    }
-
-    fn leave(&self) {
-        *self.running.lock() -= 1;
+        let _running = self.running.lock();
         self.idle.notify_all();
     }
 
+    fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::SeqCst)
+    }
+
     pub(super) fn is_done_with(&self) -> bool {
-        *self.running.lock() == 0 && self.quarantine.lock().held.is_empty()
+        *self.running.lock() == 0 && self.quarantine.is_empty()
     }
 
     pub(super) fn wait_idle(&self, deadline: Instant) -> bool {
@@ -252,181 +505,6 @@ impl Attached {
     }
 }
 
-/// How a failed call counts for each of its pages.
-pub(super) fn fault_result(fault: &CallFault) -> StorageResult {
-    match fault {
-        CallFault::Skipped => StorageResult::Failed,
-        CallFault::Failed(error) => match error.kind {
-            ErrorKind::TimedOut => StorageResult::Late,
-            ErrorKind::Corrupt => StorageResult::Corrupt,
-            ErrorKind::NoSpace => StorageResult::Refused,
-            ErrorKind::NotFound => StorageResult::Missing,
-            _ => StorageResult::Failed,
-        },
-    }
-}
-
-/// How a page counts after a call. Pages that a failed call answered for all the same count by their answer.
-pub(super) fn result_of(result: &Result<(), CallFault>, status: PageStatus) -> StorageResult {
-    let answered = !matches!(status, PageStatus::Unset | PageStatus::Failed);
-    match result {
-        Err(CallFault::Failed(error)) if answered && !error.pages_in_use => page_result(status),
-        Err(fault) => fault_result(fault),
-        Ok(()) => page_result(status),
-    }
-}
-
-/// How a page's status counts. A page the backend forgot to answer for has failed.
-fn page_result(status: PageStatus) -> StorageResult {
-    match status {
-        PageStatus::Ok => StorageResult::Ok,
-        PageStatus::Missing => StorageResult::Missing,
-        PageStatus::Corrupt => StorageResult::Corrupt,
-        PageStatus::Refused => StorageResult::Refused,
-        PageStatus::Failed | PageStatus::Unset => StorageResult::Failed,
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use kvdock_kernels::{KvDtype, KvSpec};
-
-    use super::*;
-    use crate::cache::layout::HostLayout;
-    use crate::plugin::backend::{BackendStats, ChainInfo, PageKey, Restorable};
-
-    /// A backend that does nothing but give back what it is told to.
-    struct Late(Mutex<Vec<u32>>, ErrorKind, BackendSettings);
-
-    impl Late {
-        fn refuse<R>(&self) -> Result<R, BackendError> {
-            Err(BackendError {
-                backend: "late".to_owned(),
-                kind: self.1,
-                retryable: false,
-                message: "no".to_owned(),
-                pages_in_use: false,
-            })
-        }
-    }
-
-    impl StorageBackend for Late {
-        fn name(&self) -> &str {
-            "late"
-        }
-        fn generation(&self) -> u64 {
-            1
-        }
-        fn limits(&self) -> BackendLimits {
-            BackendLimits { preferred_batch: 1, concurrency: 1, remove: false, durable: false }
-        }
-        fn settings(&self) -> &BackendSettings {
-            &self.2
-        }
-        fn batch_exists(&self, _: &CallOptions, _: &[PageKey], _: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
-            self.refuse()
-        }
-        fn batch_get(
-            &self,
-            _: &CallOptions,
-            _: &[PageKey],
-            _: &[u32],
-            _: &ChainInfo<'_>,
-            _: &mut [PageStatus],
-        ) -> Result<(), BackendError> {
-            self.refuse()
-        }
-        fn batch_set(
-            &self,
-            _: &CallOptions,
-            _: &[PageKey],
-            _: &[u32],
-            _: &ChainInfo<'_>,
-            _: &mut [PageStatus],
-        ) -> Result<(), BackendError> {
-            self.refuse()
-        }
-        fn batch_remove(&self, _: &CallOptions, _: &[PageKey], _: &mut [PageStatus]) -> Result<(), BackendError> {
-            self.refuse()
-        }
-        fn flush(&self, _: &CallOptions) -> Result<(), BackendError> {
-            self.refuse()
-        }
-        fn clear(&self, _: &CallOptions) -> Result<(), BackendError> {
-            self.refuse()
-        }
-        fn stats(&self) -> Result<BackendStats, BackendError> {
-            self.refuse()
-        }
-        fn reclaim(&self) -> Vec<u32> {
-            std::mem::take(&mut self.0.lock())
-        }
-        fn quarantined(&self) -> usize {
-            self.0.lock().len()
-        }
-    }
-
-    fn attached(kind: ErrorKind) -> (Arc<Late>, Attached) {
-        let backend = Arc::new(Late(Mutex::default(), kind, BackendSettings::default()));
-        let counters = Arc::new(CacheCounters::default());
-        (Arc::clone(&backend), Attached::new(backend, counters))
-    }
-
-    /// Calls return when they like: also between being given up and being taken note of.
-    #[test]
-    fn i31296_pages_come_back_once_whatever_the_order() {
-        let spec = KvSpec {
-            layers: 1,
-            kv_heads: 1,
-            head_dim_k: 8,
-            head_dim_v: 8,
-            page_tokens: 4,
-            pages: 1,
-            dtype: KvDtype::F16,
-        };
-        let host = HostPool::new(&spec, 4, HostLayout::PageFirst, [0; 32]).unwrap();
-        let pages = host.alloc(3).unwrap();
-        let (backend, attached) = attached(ErrorKind::TimedOut);
-        attached.hold(&pages[..2], &host);
-        *backend.0.lock() = vec![pages[1], pages[2]];
-        assert_eq!(attached.collect(&host), 1, "one is still held");
-        assert_eq!(host.free_count(), 2, "the page nobody is known to hold yet is not free");
-        attached.hold(&pages[2..], &host);
-        assert_eq!((host.free_count(), attached.held()), (3, vec![pages[0]]));
-        *backend.0.lock() = vec![pages[0]];
-        assert_eq!((attached.collect(&host), host.free_count()), (0, 4));
-    }
-
-    #[test]
-    fn a_call_that_nobody_called_off_was_late() {
-        let (_, attached) = attached(ErrorKind::Cancelled);
-        let operation = CancelSet::default();
-        let fault = attached.call(Way::Read, &operation, |backend, _| backend.stats()).unwrap_err();
-        assert_eq!(fault_result(&fault), StorageResult::Late);
-        operation.cancel();
-        let fault = attached.call(Way::Read, &operation, |backend, _| backend.stats()).unwrap_err();
-        assert_eq!(fault_result(&fault), StorageResult::Failed, "called off by the host");
-    }
-
-    #[test]
-    fn detached_backends_are_not_called_any_more() {
-        let (_, attached) = attached(ErrorKind::Internal);
-        attached.retire();
-        let result = attached.call(Way::Write, &CancelSet::default(), |_, _| -> Result<(), BackendError> {
-            panic!("called after the detach")
-        });
-        assert!(matches!(result, Err(CallFault::Skipped)));
-    }
-
-    #[test]
-    fn reads_go_on_while_writes_rest() {
-        let (_, attached) = attached(ErrorKind::NoSpace);
-        for _ in 0..3 {
-            let result = attached.call(Way::Write, &CancelSet::default(), |backend, options| backend.flush(options));
-            assert!(matches!(result, Err(CallFault::Failed(_))));
-        }
-        let rests = attached.call(Way::Write, &CancelSet::default(), |backend, options| backend.flush(options));
-        assert!(matches!(rests, Err(CallFault::Skipped)));
-        assert!(attached.call(Way::Read, &CancelSet::default(), |_, _| Ok(())).is_ok());
-    }
-}
+#[path = "attached_tests.rs"]
+mod tests;

@@ -1,19 +1,27 @@
 //! Writing host pages to storage.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::attached::{Attached, CallFault, CancelSet, Way, result_of};
+use super::attached::{Attached, CallFault};
+use super::guard::cancel::CancelSet;
+use super::paged::{PagedCall, PagedOutcome};
 use super::{Event, Shared};
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::tree::{KeyPath, NodeRef};
-use crate::plugin::backend::{ChainInfo, PageKey, PageStatus};
+use crate::plugin::backend::{PageKey, PageStatus};
 
-/// Host pages of one or more nodes in a row, to be stored. The operation holds the pages.
-#[derive(Debug)]
+/// Host pages of one or more nodes in a row, to be stored in one backend. The operation holds the pages.
 pub(crate) struct StoreJob {
     /// Which job it is.
     pub id: u64,
+    /// The backend.
+    pub target: Arc<Attached>,
+    /// The backend's bit in the tree when the job began.
+    pub bit: u64,
+    /// How often its store had been emptied when the job began.
+    pub emptied: u32,
     /// Nodes in order, and their first page when the job began; nodes split off them since belong to the
     /// job too.
     pub nodes: Vec<(NodeRef, u32)>,
@@ -23,12 +31,17 @@ pub(crate) struct StoreJob {
     pub position: usize,
     /// Host pages.
     pub pages: Vec<u32>,
-    /// The attach epoch at the start.
-    pub epoch: u32,
     /// Session the pages come from, or empty.
     pub session: String,
     /// Times this was tried before.
     pub attempt: u32,
+}
+
+impl std::fmt::Debug for StoreJob {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let target = self.target.name();
+        f.debug_struct("StoreJob").field("id", &self.id).field("target", &target).finish_non_exhaustive()
+    }
 }
 
 /// What became of a store job.
@@ -36,38 +49,31 @@ pub(crate) struct StoreJob {
 pub(crate) struct StoreReport {
     /// The job.
     pub job: StoreJob,
-    /// Pages that at least one backend newly acknowledged.
+    /// Pages that the backend newly acknowledged.
     pub stored: usize,
-    /// Pages that some backend does not have.
+    /// Pages that it does not have.
     pub unstored: usize,
     /// Whether trying again may help.
     pub retry: bool,
 }
 
-/// Counts of one backend's part of a job.
+/// Counts of a job.
 #[derive(Default)]
 struct Outcome {
-    stored: Vec<bool>,
-    unstored: Vec<bool>,
+    stored: usize,
+    unstored: usize,
     retry: bool,
 }
 
 pub(super) fn run(shared: &Shared, job: StoreJob) {
     let keys = job.path.keys(shared.page_size);
-    let backends = shared.registry.current();
-    let mut outcome = Outcome {
-        stored: vec![false; job.pages.len()],
-        unstored: vec![backends.is_empty(); job.pages.len()],
-        retry: false,
-    };
+    let mut outcome = Outcome::default();
     if keys.len() == job.position + job.pages.len() {
         for (&page, key) in job.pages.iter().zip(&keys[job.position..]) {
-            // SAFETY: the job holds the page, its content is complete, and a page is in one job at a time.
+            // SAFETY: the job holds the page, and its content is complete.
             unsafe { shared.host.seal(page, key) };
         }
-        for attached in backends.iter() {
-            store(shared, attached, &job, &keys, &mut outcome);
-        }
+        store(shared, &job, &keys, &mut outcome);
     } else {
         tracing::error!(
             keys = keys.len(),
@@ -75,82 +81,87 @@ pub(super) fn run(shared: &Shared, job: StoreJob) {
             pages = job.pages.len(),
             "a store job's keys do not fit its pages"
         );
-        outcome.unstored.fill(true);
+        outcome.unstored = job.pages.len();
     }
-    let stored = outcome.stored.iter().filter(|&&page| page).count();
-    let unstored = outcome.unstored.iter().filter(|&&page| page).count();
-    let retry = outcome.retry && unstored > 0;
-    shared.send(Event::Stored(StoreReport { job, stored, unstored, retry }));
+    let Outcome { stored, unstored, retry } = outcome;
+    shared.send(Event::Stored(StoreReport { job, stored, unstored, retry: retry && unstored > 0 }));
 }
 
-/// Writes to one backend what it is not believed to have, a batch at a time.
-fn store(shared: &Shared, attached: &Attached, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcome) {
+/// Writes what the backend is not believed to have, a batch at a time.
+fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcome) {
     let own = &keys[job.position..];
-    let wanted: Vec<usize> = attached.with_belief(|belief| {
+    let target = &job.target;
+    let wanted: Vec<usize> = target.with_belief(|belief| {
         (0..own.len()).filter(|&i| !belief.is_stored(&own[i]) && !belief.is_lost(&own[i])).collect()
     });
-    let batch = attached.limits().preferred_batch.clamp(1, super::BATCH_PAGES);
+    let batch = target.limits().preferred_batch.clamp(1, super::BATCH_PAGES);
+    let mut left = wanted.len();
     for run in runs(&wanted, batch) {
-        let first = job.position + run[0];
-        let chain = ChainInfo { position: first as u64, prefix_keys: &keys[..first], session_id: &job.session };
-        let batch_keys: Vec<PageKey> = run.iter().map(|&i| own[i]).collect();
-        let pages: Vec<u32> = run.iter().map(|&i| job.pages[i]).collect();
+        let operation = CancelSet::default();
+        let (first, last) = (run[0], run[run.len() - 1]);
+        let pages = &job.pages[first..=last];
         let mut status = vec![PageStatus::Unset; run.len()];
+        let call = PagedCall {
+            op: StorageOp::Set,
+            chain: &keys[..job.position + last + 1],
+            pages,
+            page_bytes: shared.host.page_bytes(),
+            session: &job.session,
+            operation: &operation,
+        };
         let began = Instant::now();
-        let result = attached.call(Way::Write, &CancelSet::default(), |backend, options| {
-            backend.batch_set(options, &batch_keys, &pages, &chain, &mut status)
-        });
-        if matches!(&result, Err(CallFault::Failed(error)) if error.pages_in_use) {
+        let result = target.paged(&call, &mut status, |_| true);
+        if !result.in_use.is_empty() {
             // The late call still reads the pages: it holds them from here on, beside the job.
-            shared.host.retain(&pages);
-            attached.hold(&pages, &shared.host);
+            let late = &pages[result.in_use.clone()];
+            shared.host.retain(late);
+            target.hold(late, &shared.host);
         }
-        settle(shared, attached, run, &batch_keys, &status, &result, began.elapsed(), outcome);
-        if matches!(result, Err(CallFault::Skipped)) {
+        settle(shared, job, &own[first..=last], &status, &result, began.elapsed(), outcome);
+        left -= run.len();
+        if matches!(result.result, Err(CallFault::Skipped)) {
             // The other batches would be skipped too.
-            for &i in wanted.iter().filter(|&&i| i > run[run.len() - 1]) {
-                outcome.unstored[i] = true;
-            }
+            outcome.unstored += left;
             return;
         }
     }
 }
 
 /// Takes in the results of one batch, page by page.
-#[allow(clippy::too_many_arguments)]
 fn settle(
     shared: &Shared,
-    attached: &Attached,
-    run: &[usize],
+    job: &StoreJob,
     keys: &[PageKey],
     status: &[PageStatus],
-    result: &Result<(), CallFault>,
+    result: &PagedOutcome,
     took: Duration,
     outcome: &mut Outcome,
 ) {
-    let mut written = 0;
-    for ((&i, key), &status) in run.iter().zip(keys).zip(status) {
-        let page = result_of(result, status);
-        if !matches!(result, Err(CallFault::Skipped)) {
-            attached.pages.add(StorageOp::Set, page, 1);
+    let target = &job.target;
+    let mut written = Vec::with_capacity(keys.len());
+    for (page, (key, &status)) in keys.iter().zip(status).enumerate() {
+        let verdict = result.verdict(page, status);
+        if result.was_made() {
+            target.figures.add(StorageOp::Set, verdict, 1);
         }
-        if page == StorageResult::Ok {
-            attached.with_belief(|belief| belief.stored(key));
-            outcome.stored[i] = true;
-            written += 1;
-        } else {
-            attached.with_belief(|belief| belief.gone(key));
-            outcome.unstored[i] = true;
-            outcome.retry |= match result {
-                Err(CallFault::Failed(error)) => error.retryable || page == StorageResult::Late,
-                Err(CallFault::Skipped) => true,
-                Ok(()) => page != StorageResult::Refused,
-            };
+        if verdict == StorageResult::Ok {
+            written.push(*key);
+            continue;
         }
+        target.with_belief(|belief| belief.gone(key));
+        outcome.unstored += 1;
+        outcome.retry |= match &result.result {
+            _ if result.answered => verdict != StorageResult::Refused,
+            Err(CallFault::Failed(error)) => error.retryable || verdict == StorageResult::Late,
+            Err(_) | Ok(()) => true,
+        };
     }
-    if written > 0 {
-        shared.counters.backuped_tokens.fetch_add(written * shared.page_size as u64, Ordering::Relaxed);
-        shared.events.storage_written(attached.name(), written, written * shared.host.page_bytes(), took);
+    let pages = written.len() as u64;
+    target.acknowledge(written.into_iter(), job.emptied);
+    outcome.stored += pages as usize;
+    if pages > 0 {
+        shared.counters.backuped_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
+        shared.events.storage_written(target.name(), pages, pages * shared.host.page_bytes(), took);
     }
 }
 

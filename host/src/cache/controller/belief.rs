@@ -1,10 +1,9 @@
-//! What the host believes of a store: pages it holds, pages not to be asked for, and whether it is
-//! worth a call at all.
+//! What the host believes of a store: pages it holds, and pages not to be asked for.
 
 use std::collections::{HashMap, HashSet};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::plugin::backend::{PageKey, WayReport};
+use crate::plugin::backend::PageKey;
 
 /// Keys kept in each half of the set of stored pages.
 const STORED_LIMIT: usize = 262_144;
@@ -80,65 +79,10 @@ impl Belief {
     }
 }
 
-/// Calls that fail in a row before the backend is left alone.
-const FAILURES: u32 = 3;
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-
-/// Leaves a backend alone that keeps failing, so that no request waits for it; tries it again after
-/// a pause that doubles.
-#[derive(Debug, Default)]
-pub(super) struct Breaker {
-    failures: u32,
-    pause: Duration,
-    open_until: Option<Instant>,
-}
-
-impl Breaker {
-    /// Whether a call may be made. After a pause one caller gets through; the others wait for what
-    /// comes of it.
-    pub fn allows(&mut self, now: Instant) -> bool {
-        match self.open_until {
-            None => true,
-            Some(until) if now < until => false,
-            Some(_) => {
-                self.open_until = Some(now + self.pause);
-                true
-            }
-        }
-    }
-
-    /// Whether `allows` would say yes, without taking the one chance after a pause.
-    pub fn is_open(&self, now: Instant) -> bool {
-        self.open_until.is_some_and(|until| now < until)
-    }
-
-    /// What it has seen.
-    pub fn report(&self) -> WayReport {
-        let resting = self.open_until.map(|_| format!("{} calls in a row failed", self.failures));
-        WayReport { resting, failures: self.failures, ..WayReport::default() }
-    }
-
-    /// A call went well.
-    pub fn succeeded(&mut self) {
-        *self = Breaker::default();
-    }
-
-    /// A call failed; true if the backend is left alone from now on and was not before.
-    pub fn failed(&mut self, now: Instant) -> bool {
-        self.failures += 1;
-        if self.failures < FAILURES {
-            return false;
-        }
-        let fresh = self.open_until.is_none();
-        self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-        self.open_until = Some(now + self.pause);
-        fresh
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -166,22 +110,5 @@ mod tests {
         }
         assert!(belief.young.len() + belief.old.len() <= 2 * STORED_LIMIT);
         assert!(belief.shunned.len() <= SHUNNED_LIMIT);
-    }
-
-    #[test]
-    fn i16614_a_backend_that_keeps_failing_is_left_alone_and_tried_again() {
-        let mut breaker = Breaker::default();
-        let now = Instant::now();
-        assert!(!breaker.failed(now) && !breaker.failed(now));
-        assert!(breaker.allows(now), "two failures are no pattern");
-        assert!(breaker.failed(now));
-        assert!(!breaker.allows(now) && breaker.is_open(now));
-        let later = now + FIRST_PAUSE;
-        assert!(breaker.allows(later), "one probe after the pause");
-        assert!(!breaker.allows(later), "and only one");
-        assert!(!breaker.failed(later));
-        assert!(!breaker.allows(later + FIRST_PAUSE), "the pause doubled");
-        breaker.succeeded();
-        assert!(breaker.allows(later));
     }
 }

@@ -8,7 +8,13 @@ mod attached;
 mod backup;
 mod belief;
 mod copy;
+mod fetch;
+mod guard;
+mod guarded;
+mod paged;
 mod prefetch;
+mod quarantine;
+mod read;
 mod registry;
 
 use std::sync::Arc;
@@ -18,18 +24,21 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use kvdock_kernels::KvPool;
 
-pub(crate) use attached::CancelSet;
+pub(crate) use attached::Attached;
 pub(crate) use backup::{StoreJob, StoreReport};
 pub(crate) use copy::{BackupJob, LoadJob, copy_in, copy_out};
-pub(crate) use prefetch::Fetch;
+pub(crate) use fetch::{Delivery, Fetch, FetchOrder, FetchState};
+pub use guarded::Guarded;
 pub(crate) use registry::Registry;
 
 use super::config::{CacheConfig, PolicyUpdate};
 use super::pool::HostPool;
-use super::stats::{CacheCounters, CacheEvents};
+use super::stats::{CacheCounters, CacheEvents, StorageOp};
 use super::types::CacheError;
-use attached::Way;
-use prefetch::Batch;
+use attached::CallInfo;
+use guard::break_even::{Part, PrefillSpeed, worth};
+use guard::cancel::CancelSet;
+use read::Batch;
 
 /// Most pages in one storage call.
 pub(crate) const BATCH_PAGES: usize = 128;
@@ -56,7 +65,7 @@ pub(crate) enum Event {
     FetchDone(u64),
     /// A write to storage has ended, well or not.
     Stored(StoreReport),
-    /// Backends made durable what they have.
+    /// A backend made durable what it has.
     Flushed,
     /// A backend came, went or was emptied.
     StorageChanged,
@@ -65,12 +74,11 @@ pub(crate) enum Event {
 }
 
 /// A job of the storage writers.
-#[derive(Debug)]
 pub(crate) enum WriteJob {
     /// Store pages.
     Store(StoreJob),
     /// Make durable what was stored.
-    Flush,
+    Flush(Arc<Attached>),
 }
 
 /// What workers share.
@@ -85,6 +93,8 @@ pub(crate) struct Shared {
     pub host: Arc<HostPool>,
     /// Backends.
     pub registry: Registry,
+    /// How fast the engine computes prompts.
+    pub prefill: PrefillSpeed,
     /// Figures.
     pub counters: Arc<CacheCounters>,
     /// Listener.
@@ -108,7 +118,37 @@ pub(crate) enum FetchStep {
     Transfer(Arc<Fetch>),
 }
 
+/// What the measured speeds say of a span before storage is asked for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Forecast {
+    /// It may be worth it.
+    Unknown,
+    /// Computing is faster whatever storage has of it; some of it is read all the same, to measure anew.
+    Explore,
+    /// Computing is faster whatever storage has of it.
+    Refuse,
+}
+
 impl Shared {
+    /// Whether reading up to `span` pages may be faster than computing them.
+    pub fn forecast(&self, span: usize) -> Forecast {
+        let Some(prefill) = self.prefill.rate() else { return Forecast::Unknown };
+        let (current, page_bytes) = (self.registry.current(), self.host.page_bytes());
+        let is_slow = |attached: &Arc<Attached>| {
+            let fit = attached.speed.fit();
+            fit.is_some()
+                && worth(&[Part { source: 0, pages: span, fit }], page_bytes, self.page_size, prefill).pages == 0
+        };
+        let Some(first) = current.first().filter(|_| current.iter().all(is_slow)) else { return Forecast::Unknown };
+        let explore = first.speed.refuse();
+        tracing::debug!(
+            span_tokens = span * self.page_size,
+            explore,
+            "break-even: storage is too slow for this prompt"
+        );
+        if explore { Forecast::Explore } else { Forecast::Refuse }
+    }
+
     /// Sends an event and wakes the scheduler.
     pub fn send(&self, event: Event) {
         // Nobody listens any more once the cache is gone; then nothing is lost.
@@ -130,6 +170,7 @@ pub(crate) struct Controller {
     stop: Option<Sender<()>>,
     threads: Vec<JoinHandle<()>>,
     copy_workers: usize,
+    writers: usize,
 }
 
 impl Controller {
@@ -155,6 +196,7 @@ impl Controller {
             device,
             host,
             registry: Registry::new(Arc::clone(&counters)),
+            prefill: PrefillSpeed::default(),
             counters,
             events: listener,
             event_sender,
@@ -176,6 +218,7 @@ impl Controller {
             stop: Some(stop),
             threads: Vec::new(),
             copy_workers: config.copy_workers.max(1),
+            writers: 0,
         };
         for number in 0..controller.copy_workers {
             controller.spawn(format!("kvdock-copy-{number}"), copy::work)?;
@@ -184,10 +227,22 @@ impl Controller {
             let stopped = stopped.clone();
             controller.spawn(format!("kvdock-read-{number}"), move |shared| read_storage(shared, &stopped))?;
         }
-        for number in 0..config.backup_workers.max(1) {
-            controller.spawn(format!("kvdock-write-{number}"), write_storage)?;
-        }
+        controller.need_writers(config.backup_workers.max(1))?;
         Ok(controller)
+    }
+
+    /// Threads that write to storage; starts more if there are fewer than `count`.
+    pub fn need_writers(&mut self, count: usize) -> Result<(), CacheError> {
+        while self.writers < count {
+            self.spawn(format!("kvdock-write-{}", self.writers), write_storage)?;
+            self.writers += 1;
+        }
+        Ok(())
+    }
+
+    /// Threads that write to storage.
+    pub fn writers(&self) -> usize {
+        self.writers
     }
 
     /// Loads host pages to the device; ends in `Event::Loaded`.
@@ -258,7 +313,7 @@ fn read_storage(shared: &Shared, stopped: &Receiver<()>) {
         crossbeam_channel::select_biased! {
             recv(stopped) -> _ => return,
             recv(batches) -> batch => match batch {
-                Ok(batch) => prefetch::read(shared, &batch),
+                Ok(batch) => read::read(shared, &batch),
                 Err(_) => return,
             },
             recv(queries) -> step => match step {
@@ -275,13 +330,11 @@ fn write_storage(shared: &Shared) {
     while let Ok(job) = shared.write_queue.recv() {
         match job {
             WriteJob::Store(job) => backup::run(shared, job),
-            WriteJob::Flush => {
-                for attached in shared.registry.current().iter() {
-                    let result =
-                        attached.call(Way::Write, &CancelSet::default(), |backend, options| backend.flush(options));
-                    if let Err(fault) = result {
-                        tracing::warn!(backend = attached.name(), ?fault, "storage could not be flushed");
-                    }
+            WriteJob::Flush(target) => {
+                let operation = CancelSet::default();
+                let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation };
+                if let Err(fault) = target.call(&info, |backend, options| backend.flush(options)) {
+                    tracing::warn!(backend = target.name(), ?fault, "storage could not be flushed");
                 }
                 shared.send(Event::Flushed);
             }

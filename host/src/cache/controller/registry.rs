@@ -1,14 +1,12 @@
 //! Which backends are in use. Changes at any time, under load.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 
 use super::attached::Attached;
-use super::belief::Belief;
 use crate::cache::pool::HostPool;
 use crate::cache::stats::CacheCounters;
 use crate::plugin::backend::{Place, StorageBackend};
@@ -17,20 +15,13 @@ use crate::plugin::backend::{Place, StorageBackend};
 pub(crate) struct Registry {
     current: ArcSwap<Vec<Arc<Attached>>>,
     past: Mutex<Vec<Arc<Attached>>>,
-    epoch: AtomicU32,
     counters: Arc<CacheCounters>,
 }
 
 impl Registry {
     /// No backend.
     pub fn new(counters: Arc<CacheCounters>) -> Self {
-        Registry {
-            current: ArcSwap::default(),
-            past: Mutex::default(),
-            // 0 stands for "never stored" in the tree.
-            epoch: AtomicU32::new(1),
-            counters,
-        }
+        Registry { current: ArcSwap::default(), past: Mutex::default(), counters }
     }
 
     /// The backends in use. The list does not change under the caller.
@@ -38,17 +29,11 @@ impl Registry {
         self.current.load_full()
     }
 
-    /// Grows with every attach: pages stored in an earlier epoch may be missing in a backend of a later one.
-    pub fn epoch(&self) -> u32 {
-        self.epoch.load(Ordering::Acquire)
-    }
-
-    /// A store was emptied: nothing is believed of it, and pages count as not stored.
+    /// A store was emptied: nothing is believed of it any more.
     pub fn emptied(&self, name: &str) {
         for attached in self.current().iter().filter(|attached| attached.name() == name) {
-            attached.with_belief(Belief::clear);
+            attached.empty();
         }
-        self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Puts a backend to use; the one whose place it takes leaves in the same step.
@@ -64,7 +49,6 @@ impl Registry {
             Place::At(index) => list.insert((*index).min(list.len()), attached),
         }
         self.current.store(Arc::new(list));
-        self.epoch.fetch_add(1, Ordering::AcqRel);
         past.iter().for_each(|gone| gone.retire());
     }
 
@@ -97,7 +81,8 @@ impl Registry {
         for attached in current.iter().chain(past.iter()) {
             held += attached.collect(host);
         }
-        past.retain(|attached| !attached.is_done_with());
+        // Whoever is about to call a past backend, or to report pages that a call of it holds, has it in hand.
+        past.retain(|attached| Arc::strong_count(attached) > 1 || !attached.is_done_with());
         held
     }
 

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::CacheManager;
 use super::grant::Phase;
-use crate::cache::config::PrefetchPolicy;
-use crate::cache::controller::{Fetch, FetchStep};
-use crate::cache::tree::{KeyPath, Match, NONE};
+use crate::cache::config::{BreakEvenMode, PrefetchPolicy};
+use crate::cache::controller::{Delivery, Fetch, FetchOrder, FetchState, FetchStep, Forecast};
+use crate::cache::tree::{KeyPath, Match, NONE, StorageMarks};
 use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, RequestId, ReuseHints};
 
 /// Fetches a request may start after the one it first waited for.
@@ -209,6 +209,14 @@ impl CacheManager {
             self.count(|counters| &counters.prefetch_shared, 1);
             return Ok(Wait { fetch, joined: true, began, until: None });
         }
+        let forecast = match self.config.break_even {
+            BreakEvenMode::Off => Forecast::Unknown,
+            BreakEvenMode::Auto => lower.shared.forecast(span),
+        };
+        if forecast == Forecast::Refuse {
+            self.count(|counters| &counters.unfulfilled_not_worth_tokens, span * self.page_size);
+            return Err(MissReason::NotWorthIt);
+        }
         let limit = (self.config.prefetch_occupancy * lower.shared.host.capacity() as f64) as usize;
         if self.fetch_pages >= limit {
             self.count(|counters| &counters.prefetch_rate_limited, 1);
@@ -218,13 +226,21 @@ impl CacheManager {
             0 => KeyPath { seed: state.namespace.seed(), ..KeyPath::default() },
             _ => self.tree.key_path(found.node, found.used),
         };
-        let epoch = lower.shared.registry.epoch();
-        // One round of questions and one of reads, each of which a backend may use to its deadline.
-        let bound = backends.iter().map(|attached| attached.settings().timeout).sum::<Duration>() * 2;
+        // One round of questions and one of reads, each of which a backend may use to its deadline, after as long a wait for its turn.
+        let bound = backends.iter().map(|attached| attached.settings().timeout).sum::<Duration>() * 4;
         let id = self.new_id();
         let tokens: Arc<[u32]> = state.prompt[..(found.pages + span) * self.page_size].into();
         let session = state.hints.session_id.clone().unwrap_or_default();
-        let fetch = Fetch::new(id, path, tokens, span, threshold.div_ceil(self.page_size), epoch, session);
+        let order = FetchOrder {
+            path,
+            tokens,
+            span,
+            threshold: threshold.div_ceil(self.page_size),
+            session,
+            break_even: self.config.break_even == BreakEvenMode::Auto,
+            explore: forecast == Forecast::Explore,
+        };
+        let fetch = Fetch::new(id, order);
         let active = ActiveFetch {
             fetch: Arc::clone(&fetch),
             namespace: state.namespace.clone(),
@@ -271,7 +287,7 @@ impl CacheManager {
     pub(super) fn harvest(&mut self, id: u64) {
         let Some(active) = self.fetches.get_mut(&id) else { return };
         let fetch = Arc::clone(&active.fetch);
-        let (from, pages) = fetch.take_ready();
+        let Delivery { from, pages, offers } = fetch.take_ready();
         if pages.is_empty() {
             return;
         }
@@ -280,24 +296,58 @@ impl CacheManager {
         active.delivered.end = end;
         let root = self.tree.root(&active.namespace);
         let state = fetch.state.lock();
-        let result = match (fetch.tokens.get(..end * self.page_size), state.keys.get(start..end)) {
-            (Some(tokens), Some(keys)) => self.tree.insert_host(root, tokens, start, keys, pages, fetch.epoch),
-            _ => {
-                drop(state);
+        let marks: Vec<StorageMarks> = offers.iter().map(|&offers| self.marks(&state, offers)).collect();
+        let mut orphaned = false;
+        let mut fresh = Vec::new();
+        let mut pages = pages;
+        let mut at = start;
+        for run in marks.chunk_by(|a, b| a == b) {
+            let rest = pages.split_off(run.len().min(pages.len()));
+            let own = std::mem::replace(&mut pages, rest);
+            let upto = at + own.len();
+            let (tokens, keys) = (fetch.order.tokens.get(..upto * self.page_size), state.keys.get(at..upto));
+            let (Some(tokens), Some(keys)) = (tokens, keys) else {
                 tracing::error!(id, "a fetch delivered pages it was not asked for");
-                return self.release_host(&pages);
-            }
-        };
+                self.release_host(&own);
+                continue;
+            };
+            let result = self.tree.insert_host(root, tokens, at, keys, own, run[0]);
+            self.release_host(&result.rejected);
+            orphaned |= result.orphaned;
+            fresh.extend(result.node);
+            at = upto;
+        }
         drop(state);
+        self.release_host(&pages);
         self.tree.retire_root(root);
-        self.release_host(&result.rejected);
-        if result.orphaned {
+        for node in fresh {
+            let owed = self.tree.node(node).owed.count_ones() as usize * self.tree.len(node);
+            self.count(|counters| &counters.promoted_tokens, owed * self.page_size);
+            self.want_stored(node);
+        }
+        if orphaned {
             // The prefix left while its continuation was on its way.
             self.count(|counters| &counters.unfulfilled_storage_transfer_tokens, (end - start) * self.page_size);
             if let Some(active) = self.fetches.get_mut(&id) {
                 active.delivered.end = active.delivered.start;
             }
         }
+    }
+
+    /// What the backends have of pages that the fetch offers to the sources `offers`. A backend that was in use when storage was asked is
+    /// not given them by its write policy: they are in storage already.
+    fn marks(&self, state: &FetchState, offers: u64) -> StorageMarks {
+        let mut marks = StorageMarks::default();
+        for view in &self.writes.views {
+            let known = state.sources.iter().position(|source| Arc::ptr_eq(&source.attached, &view.attached));
+            match known {
+                Some(index) if offers & (1 << index) != 0 => marks.owed |= view.bit,
+                Some(index) if state.sources[index].emptied == view.emptied => marks.settled |= view.bit,
+                // It came, or was emptied, since.
+                _ => {}
+            }
+        }
+        marks
     }
 
     /// Makes room in the host pool for the pages that a fetch found, or for as many as are worth it.
@@ -312,7 +362,9 @@ impl CacheManager {
         let room = match host.alloc(wanted) {
             Some(pages) => Some(pages),
             // A shorter prefix is still worth it if it reaches the threshold.
-            None => Some(host.free_count()).filter(|&free| free >= fetch.threshold).and_then(|free| host.alloc(free)),
+            None => {
+                Some(host.free_count()).filter(|&free| free >= fetch.order.threshold).and_then(|free| host.alloc(free))
+            }
         };
         let missing = wanted - room.as_ref().map_or(0, Vec::len);
         self.count(|counters| &counters.unfulfilled_host_capacity_tokens, missing * self.page_size);

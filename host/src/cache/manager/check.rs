@@ -16,6 +16,10 @@ impl CacheManager {
         self.device.check(device)?;
         self.check_locks()?;
         self.check_host()?;
+        let storing = self.writes.held.values().fold(0, |bits, held| bits | held.bit);
+        if let Some(id) = self.tree.ids().find(|&id| self.tree.node(id).storing & !storing != 0) {
+            return Err(format!("node {id} is marked as being stored by a job that does not run"));
+        }
         let spans: usize = self.fetches.values().map(|active| active.fetch.span).sum();
         if spans != self.fetch_pages {
             return Err(format!("{spans} pages in running fetches, counted {}", self.fetch_pages));
@@ -71,7 +75,7 @@ impl CacheManager {
         let mut expected = vec![0u32; lower.shared.host.capacity()];
         let tree = self.tree.ids().flat_map(|id| self.tree.node(id).host.iter().copied());
         let fetched = states.iter().flat_map(|state| state.pages.iter().flatten().copied());
-        let stores = self.writes.held.values().flatten().copied();
+        let stores = self.writes.held.values().flat_map(|held| held.pages.iter().copied());
         for page in tree.chain(fetched).chain(stores).chain(lower.shared.registry.held()) {
             match expected.get_mut(page as usize) {
                 Some(holders) => *holders += 1,

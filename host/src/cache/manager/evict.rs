@@ -4,7 +4,6 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::CacheManager;
-use crate::cache::config::WritePolicy;
 use crate::cache::controller::copy_out;
 use crate::cache::tree::{NodeId, Removed};
 use crate::cache::types::{CacheError, Flushed, Tiers};
@@ -96,7 +95,7 @@ impl CacheManager {
     }
 
     fn evict_from_device(&mut self, node: NodeId) -> bool {
-        if self.config.write_policy == WritePolicy::WriteBack && !self.tree.node(node).host_ready() {
+        if self.writes_back() && !self.tree.node(node).host_ready() {
             self.write_back(node);
         }
         let backed = self.tree.node(node).host_ready();
@@ -142,8 +141,6 @@ impl CacheManager {
         if count > shared.host.capacity() {
             return;
         }
-        let epoch = shared.registry.epoch();
-        let storage = !shared.registry.current().is_empty();
         while shared.host.free_count() < count {
             let Some(node) = self.tree.host_victim() else { break };
             let wanted = count - shared.host.free_count();
@@ -151,11 +148,11 @@ impl CacheManager {
             if length > wanted && !self.tree.node(node).on_device() {
                 self.tree.split(node, length - wanted);
             }
-            let stored = self.tree.node(node).stored == epoch;
+            let awaited = self.is_awaited(node);
             let removed = self.tree.evict_host(node);
             let tokens = removed.host.len() * self.page_size;
             self.count(|counters| &counters.evicted_host_tokens, tokens);
-            if storage && !stored {
+            if awaited {
                 self.count(|counters| &counters.backup_dropped_tokens, tokens);
             }
             self.free(removed);

@@ -313,7 +313,7 @@ impl CacheManager {
         if let Some(state) = self.requests.get_mut(&request) {
             state.phase = Phase::Granted { node: result.node, committed: committed + result.pages };
         }
-        if self.config.write_policy == WritePolicy::WriteThrough {
+        if self.host_policy() == WritePolicy::WriteThrough {
             for node in result.fresh {
                 self.back_up(node, session.clone());
             }

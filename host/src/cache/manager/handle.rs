@@ -74,8 +74,11 @@ impl StorageHandle {
 
     /// What the guards around a backend have seen. None if there is none of this name.
     pub fn guards(&self, name: &str) -> Option<GuardReport> {
-        let current = self.shared.as_ref()?.registry.current();
-        current.iter().find(|attached| attached.name() == name).map(|attached| attached.report())
+        let shared = self.shared.as_ref()?;
+        let current = shared.registry.current();
+        let attached = current.iter().find(|attached| attached.name() == name)?;
+        let token_bytes = shared.host.page_bytes() as f64 / shared.page_size as f64;
+        Some(attached.report(attached.speed.report(shared.prefill.rate(), token_bytes)))
     }
 
     /// Names of the attached backends, in order.

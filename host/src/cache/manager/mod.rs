@@ -5,6 +5,7 @@ mod check;
 mod evict;
 mod grant;
 mod handle;
+mod outgoing;
 mod why;
 mod write;
 
@@ -30,7 +31,7 @@ use super::tree::Tree;
 use super::types::{CacheError, RequestId};
 use admit::{ActiveFetch, Request};
 use grant::ActiveLoad;
-use write::Writes;
+use outgoing::Writes;
 
 /// How often pages of late calls are asked after.
 const COLLECT_INTERVAL: Duration = Duration::from_millis(100);
@@ -156,6 +157,14 @@ impl CacheManager {
     pub fn stats(&mut self) -> CacheStats {
         self.tick();
         self.counters.snapshot()
+    }
+
+    /// Tells how long the engine took for a step that computed `prefill` tokens of prompts beside `others` of running answers: what
+    /// loading from storage is compared with.
+    pub fn prefilled(&self, prefill: usize, others: usize, took: Duration) {
+        if let Some(lower) = &self.lower {
+            lower.shared.prefill.add(prefill, others, took);
+        }
     }
 
     fn take_events(&mut self) {

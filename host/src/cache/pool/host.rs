@@ -34,6 +34,8 @@ pub(crate) struct HostPool {
     seal: SealFormat,
     /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
     sealed: Vec<AtomicBool>,
+    /// Held while a page is sealed, each for its share of the pages: several backends may be about to store one page.
+    sealing: [Mutex<()>; 16],
     pages: Mutex<SharedPages>,
     /// Gives the first pages their memory.
     prefault: Option<JoinHandle<()>>,
@@ -193,6 +195,7 @@ impl HostPool {
             seal_area: plan.seal_area,
             seal,
             sealed: (0..pages).map(|_| AtomicBool::new(false)).collect(),
+            sealing: Default::default(),
             pages: Mutex::new(SharedPages::new(pages)),
             prefault,
         })
@@ -281,12 +284,17 @@ impl HostPool {
     ///
     /// # Safety
     ///
-    /// The caller holds `page`, its content is complete, and nobody else seals it at the same time.
+    /// The caller holds `page`, and its content is complete.
     pub unsafe fn seal(&self, page: u32, key: &PageKey) {
         if page as usize >= self.capacity() || self.is_sealed(page) {
             return;
         }
-        // SAFETY: the seal of a page belongs to its holder, which is the caller, and lies in the mapping.
+        let _sealing = self.sealing[page as usize % self.sealing.len()].lock();
+        if self.is_sealed(page) {
+            return;
+        }
+        // SAFETY: the seal of a page is written by its holders alone, of which the caller is one and the lock lets one do so; those who
+        // have found it sealed read it afterwards. It lies in the mapping.
         let seal = unsafe { std::slice::from_raw_parts_mut(self.seal_pointer(page), self.seal_area.len as usize) };
         // SAFETY: the caller holds the page and its content is complete.
         self.seal.write(seal, key, unsafe { self.checksums(page) });

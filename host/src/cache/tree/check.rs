@@ -113,7 +113,7 @@ impl Tree {
         if node.backing && (node.host.is_empty() || node.device.is_empty()) {
             return Err("backs up without a source or a target".to_owned());
         }
-        if node.storing && !node.host_ready() {
+        if node.storing != 0 && !node.host_ready() {
             return Err("stores without host pages".to_owned());
         }
         Ok(())

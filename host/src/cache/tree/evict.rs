@@ -92,7 +92,7 @@ impl Tree {
         let mut next = 0;
         while let Some(&at) = order.get(next) {
             let node = self.node(at);
-            if node.locks > 0 || node.loading || node.backing || node.storing {
+            if node.locks > 0 || node.loading || node.backing || node.storing != 0 {
                 return None;
             }
             order.extend(self.child_ids(at));

@@ -23,11 +23,20 @@ pub(crate) struct InsertedDevice {
     pub fresh: Vec<NodeId>,
 }
 
+/// What backends have of pages that come from storage, as bits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct StorageMarks {
+    /// Those that need not be given them.
+    pub settled: u64,
+    /// Those that are to be given them whatever their write policy says.
+    pub owed: u64,
+}
+
 /// What became of host pages that were inserted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct InsertedHost {
-    /// Pages that the tree took.
-    pub adopted: usize,
+    /// The node of the pages that the tree took, if it took any.
+    pub node: Option<NodeId>,
     /// Pages it did not take: it has them, or the prefix before them is gone.
     pub rejected: Vec<u32>,
     /// Whether the prefix before the pages was gone.
@@ -77,7 +86,7 @@ impl Tree {
     }
 
     /// Inserts host pages that came from storage. `tokens` is the sequence from its start to the end
-    /// of the pages, of which the first stands after `start` pages. `stored` is the attach epoch they came in.
+    /// of the pages, of which the first stands after `start` pages.
     pub fn insert_host(
         &mut self,
         root: NodeId,
@@ -85,11 +94,11 @@ impl Tree {
         start: usize,
         keys: &[PageKey],
         pages: Vec<u32>,
-        stored: u32,
+        marks: StorageMarks,
     ) -> InsertedHost {
         let found = self.find(root, tokens);
         let Some(known) = found.pages.checked_sub(start) else {
-            return InsertedHost { adopted: 0, rejected: pages, orphaned: true };
+            return InsertedHost { node: None, rejected: pages, orphaned: true };
         };
         let mut rejected = pages;
         let known = known.min(rejected.len());
@@ -98,13 +107,13 @@ impl Tree {
             let tokens = &tokens[(start + known) * self.page_size..];
             let parent = self.settle(found);
             let span = Span::with_keys(tokens, &keys[known..]);
-            let count = adopted.len();
             let node = self.add_leaf(parent, span, Vec::new(), adopted);
-            self.nodes[node as usize].stored = stored;
+            self.nodes[node as usize].settled = marks.settled;
+            self.nodes[node as usize].owed = marks.owed;
             self.touch(node);
-            return InsertedHost { adopted: count, rejected, orphaned: false };
+            return InsertedHost { node: Some(node), rejected, orphaned: false };
         }
-        InsertedHost { adopted: 0, rejected, orphaned: false }
+        InsertedHost { node: None, rejected, orphaned: false }
     }
 
     fn add_leaf(&mut self, parent: NodeId, span: Arc<Span>, device: Vec<u32>, host: Vec<u32>) -> NodeId {

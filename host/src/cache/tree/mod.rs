@@ -33,6 +33,7 @@ use std::sync::Arc;
 use hashbrown::{DefaultHashBuilder, HashTable};
 
 pub(crate) use evict::Removed;
+pub(crate) use insert::StorageMarks;
 pub(crate) use node::{NONE, Node, NodeId, NodeRef};
 pub(crate) use span::KeyPath;
 pub(crate) use walk::Match;
@@ -272,6 +273,14 @@ impl Tree {
             self.refresh(id);
         }
         nodes
+    }
+
+    /// Forgets what is known of these backends, given as bits.
+    pub fn forget_backends(&mut self, bits: u64) {
+        for node in &mut self.nodes {
+            node.settled &= !bits;
+            node.owed &= !bits;
+        }
     }
 
     /// Whether the page after `pages` pages of a sequence was here and was evicted.

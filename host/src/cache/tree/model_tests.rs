@@ -111,11 +111,13 @@ impl Model {
         let root = self.tree.root(&self.names[name].clone());
         let pages = self.fresh(count - start);
         let (known, _) = self.known(name, &tokens);
-        let result = self.tree.insert_host(root, &tokens, start, &keys[start..], pages.clone(), 1);
+        let result =
+            self.tree.insert_host(root, &tokens, start, &keys[start..], pages.clone(), StorageMarks::default());
         self.tree.retire_root(root);
         assert_eq!(result.orphaned, known < start);
         let taken = if known < start { 0 } else { count - known };
-        assert_eq!((result.adopted, result.rejected.len()), (taken, count - start - taken));
+        let adopted = result.node.map_or(0, |node| self.tree.len(node));
+        assert_eq!((adopted, result.rejected.len()), (taken, count - start - taken));
         for i in count - taken..count {
             let key = (name, tokens[..(i + 1) * PAGE].to_vec());
             let page = pages[i - start];

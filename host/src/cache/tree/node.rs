@@ -37,10 +37,12 @@ pub(crate) struct Node {
     pub loading: bool,
     /// Host pages are being filled from the device: nobody may read them yet.
     pub backing: bool,
-    /// Host pages are in the hands of a storage write: the node stays.
-    pub storing: bool,
-    /// The attach epoch in which all pages were acknowledged as stored; 0 for never.
-    pub stored: u32,
+    /// Backends, as bits, into which the host pages are being written: the node stays.
+    pub storing: u64,
+    /// Backends, as bits, that acknowledged all pages, or that need not be given them.
+    pub settled: u64,
+    /// Backends, as bits, that are to be given the pages whatever their write policy says.
+    pub owed: u64,
     /// Requests and operations that hold this node or one below it.
     pub locks: u32,
     /// Times it was used.
@@ -68,8 +70,9 @@ impl Node {
             host: Vec::new(),
             loading: false,
             backing: false,
-            storing: false,
-            stored: 0,
+            storing: 0,
+            settled: 0,
+            owed: 0,
             locks: 0,
             hits: 0,
             last_used: 0,
@@ -117,6 +120,6 @@ impl Node {
         } else {
             self.children == 0 && self.locks == 0
         };
-        !self.host.is_empty() && reachable_without && !self.loading && !self.backing && !self.storing
+        !self.host.is_empty() && reachable_without && !self.loading && !self.backing && self.storing == 0
     }
 }

@@ -3,6 +3,8 @@
 use super::insert::InsertedDevice;
 use super::*;
 
+const STORED: StorageMarks = StorageMarks { settled: 1, owed: 0 };
+
 const PAGE: usize = 4;
 
 fn tree() -> (Tree, NodeId) {
@@ -165,13 +167,13 @@ fn host_pages_without_their_prefix_are_not_taken() {
     let (mut tree, root) = tree();
     let all = tokens(1, 6);
     let keys = crate::cache::hash::chain_keys(None, &all, PAGE);
-    let result = tree.insert_host(root, &all, 2, &keys[2..], vec![2, 3, 4, 5], 1);
+    let result = tree.insert_host(root, &all, 2, &keys[2..], vec![2, 3, 4, 5], STORED);
     assert!(result.orphaned);
     assert_eq!(result.rejected, [2, 3, 4, 5]);
-    let result = tree.insert_host(root, &all[..4 * PAGE], 0, &keys[..4], vec![0, 1, 2, 3], 1);
-    assert_eq!((result.adopted, result.orphaned), (4, false));
-    let result = tree.insert_host(root, &all, 2, &keys[2..], vec![12, 13, 14, 15], 1);
-    assert_eq!((result.adopted, result.rejected), (2, vec![12, 13]));
+    let result = tree.insert_host(root, &all[..4 * PAGE], 0, &keys[..4], vec![0, 1, 2, 3], STORED);
+    assert_eq!((result.node.map(|node| tree.len(node)), result.orphaned), (Some(4), false));
+    let result = tree.insert_host(root, &all, 2, &keys[2..], vec![12, 13, 14, 15], STORED);
+    assert_eq!((result.node.map(|node| tree.len(node)), result.rejected), (Some(2), vec![12, 13]));
     let found = tree.find(root, &all);
     assert_eq!((found.pages, found.device_pages), (6, 0));
     tree.check().unwrap();
@@ -182,7 +184,7 @@ fn pages_that_are_being_loaded_are_neither_read_nor_replaced() {
     let (mut tree, root) = tree();
     let all = tokens(1, 4);
     let keys = crate::cache::hash::chain_keys(None, &all, PAGE);
-    tree.insert_host(root, &all, 0, &keys, vec![0, 1, 2, 3], 1);
+    tree.insert_host(root, &all, 0, &keys, vec![0, 1, 2, 3], STORED);
     let node = tree.find(root, &all).node;
     tree.set_device(node, vec![10, 11, 12, 13], true);
     let result = insert(&mut tree, root, &all, 50);

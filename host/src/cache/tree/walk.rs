@@ -75,7 +75,8 @@ impl Tree {
         first.loading = node.loading;
         first.backing = node.backing;
         first.storing = node.storing;
-        first.stored = node.stored;
+        first.settled = node.settled;
+        first.owed = node.owed;
         first.locks = node.locks;
         first.hits = node.hits;
         first.last_used = node.last_used;
@@ -100,13 +101,14 @@ impl Tree {
             }
             let above = node.parent;
             let parent = self.node(above);
-            let quiet = |node: &Node| !node.loading && !node.backing && !node.storing;
+            let quiet = |node: &Node| !node.loading && !node.backing && node.storing == 0;
             let alike = !parent.is_root()
                 && parent.children == 1
                 && parent.locks == node.locks
                 && parent.on_device() == node.on_device()
                 && parent.host.is_empty() == node.host.is_empty()
-                && parent.stored == node.stored
+                && parent.settled == node.settled
+                && parent.owed == node.owed
                 && quiet(parent)
                 && quiet(node)
                 && self.len(above) + self.len(id) <= MERGED_PAGES;

@@ -55,14 +55,24 @@ impl Scheduler {
             // Less is set aside with every step; it may be enough for another sample by now.
             self.blocked = false;
         }
+        let began = Instant::now();
         match self.forward(&chunks) {
             Ok(()) => {
+                self.report_prefill(&chunks, began.elapsed());
                 self.relax_reserve();
                 self.take_output(&chunks);
             }
             Err(message) => self.fail(&chunks, &message),
         }
         true
+    }
+
+    /// Tells the cache how fast prompts are computed: what loading from storage is compared with.
+    fn report_prefill(&self, chunks: &[Chunk], took: Duration) {
+        let tokens = |chunk: &Chunk| chunk.end - chunk.start;
+        let prefill: usize = chunks.iter().map(tokens).filter(|&tokens| tokens > 1).sum();
+        let all: usize = chunks.iter().map(tokens).sum();
+        self.parts.cache.prefilled(prefill, all - prefill, took);
     }
 
     /// Chooses the tokens of the next step and gets pages for them. Decoding samples get one

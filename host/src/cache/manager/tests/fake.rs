@@ -189,7 +189,8 @@ impl StorageBackend for FakeBackend {
         }
         let store = self.store.lock();
         let hit = keys.iter().take_while(|key| store.contains_key(*key)).count();
-        Ok(Restorable::up_to(hit, keys.len()))
+        let present = keys.iter().map(|key| store.contains_key(key)).collect();
+        Ok(Restorable::up_to(hit, keys.len()).with_present(present))
     }
 
     fn batch_get(

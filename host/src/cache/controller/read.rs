@@ -1,0 +1,275 @@
+//! Reading the pages of a fetch: seals are checked, corrupt pages removed, and what one backend fails to deliver is asked of the next.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::attached::{Attached, CallFault, CallInfo};
+use super::fetch::{Fetch, FetchState, Source};
+use super::guard::cancel::CancelSet;
+use super::paged::{PagedCall, PagedOutcome};
+use super::prefetch::{finish, reason_of};
+use super::{Event, Shared};
+use crate::cache::stats::{StorageOp, StorageResult};
+use crate::plugin::backend::{ErrorKind, PageKey, PageStatus};
+
+/// How long a page is treated as missing after the store failed to deliver it.
+const SHUN_FAILED: Duration = Duration::from_secs(5);
+
+/// How long a corrupt page is treated as missing after the store failed to remove it. It may still be written meanwhile.
+const SHUN_UNREMOVED: Duration = Duration::from_secs(10);
+
+/// Pages of a fetch that one call asks for.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    pub fetch: Arc<Fetch>,
+    /// Which of the fetch's sources is asked first.
+    pub source: usize,
+    pub from: usize,
+    pub to: usize,
+}
+
+/// A page of the span that did not come.
+#[derive(Debug, Clone, Copy)]
+struct Absent {
+    page: usize,
+    /// What the first backend said that was asked for it.
+    verdict: StorageResult,
+}
+
+/// Reads one batch, checks its seals, and keeps what is right.
+pub(super) fn read(shared: &Shared, batch: &Batch) {
+    let fetch = &batch.fetch;
+    if !fetch.cancel.is_cancelled() && batch.from < fetch.first_bad.load(Ordering::Acquire) {
+        read_batch(shared, batch);
+    }
+    if fetch.batches_left.fetch_sub(1, Ordering::AcqRel) == 1 {
+        measure(shared, fetch);
+        finish(shared, fetch);
+    } else {
+        shared.send(Event::FetchProgress(fetch.id));
+    }
+}
+
+/// Asks the backend of the plan, and for what it does not deliver each of the next ones once.
+fn read_batch(shared: &Shared, batch: &Batch) {
+    let fetch = &batch.fetch;
+    let mut absent = read_run(shared, fetch, batch.source, batch.from..batch.to);
+    let sources = fetch.state.lock().sources.len();
+    for next in batch.source + 1..sources {
+        if absent.is_empty() || fetch.cancel.is_cancelled() {
+            break;
+        }
+        let candidates = candidates(fetch, next, &absent);
+        for run in candidates.chunk_by(|a, b| b - a == 1) {
+            let run = run[0]..run[run.len() - 1] + 1;
+            if !provide_pages(shared, fetch, &run) {
+                continue;
+            }
+            let still = read_run(shared, fetch, next, run.clone());
+            let came = run.len() - still.len();
+            shared.counters.fallback_tokens.fetch_add((came * shared.page_size) as u64, Ordering::Relaxed);
+            absent.retain(|absent| !run.contains(&absent.page) || still.iter().any(|still| still.page == absent.page));
+        }
+    }
+    for absent in absent {
+        fetch.fail(absent.page, reason_of(absent.verdict));
+    }
+}
+
+/// Those absent pages that the source `next` may have.
+fn candidates(fetch: &Fetch, next: usize, absent: &[Absent]) -> Vec<usize> {
+    let state = fetch.state.lock();
+    let Some(source) = state.sources.get(next) else { return Vec::new() };
+    let now = Instant::now();
+    let may_have = |page: usize| source.may_have.as_ref().is_none_or(|pages| pages.get(page) == Some(&true));
+    source.attached.with_belief(|belief| {
+        let usable = |page: usize| state.keys.get(fetch.start + page).is_some_and(|key| !belief.is_shunned(key, now));
+        absent.iter().map(|absent| absent.page).filter(|&page| may_have(page) && usable(page)).collect()
+    })
+}
+
+/// Host pages in place of those that a late call holds. False if there are none.
+fn provide_pages(shared: &Shared, fetch: &Fetch, run: &Range<usize>) -> bool {
+    let mut state = fetch.state.lock();
+    let lost: Vec<usize> = run.clone().filter(|&page| state.pages.get(page) == Some(&None)).collect();
+    if lost.is_empty() {
+        return true;
+    }
+    let Some(fresh) = shared.host.alloc(lost.len()) else { return false };
+    for (page, fresh) in lost.into_iter().zip(fresh) {
+        state.pages[page] = Some(fresh);
+    }
+    true
+}
+
+/// Reads pages in a row from one backend. Says which did not come.
+fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) -> Vec<Absent> {
+    let all = |verdict| run.clone().map(|page| Absent { page, verdict }).collect();
+    let (attached, emptied, keys, pages) = {
+        let state = fetch.state.lock();
+        let Some(Source { attached, emptied, .. }) = state.sources.get(source) else {
+            return all(StorageResult::Failed);
+        };
+        let pages: Vec<u32> = state.pages[run.clone()].iter().flatten().copied().collect();
+        (Arc::clone(attached), *emptied, state.keys[..fetch.start + run.end].to_vec(), pages)
+    };
+    if pages.len() != run.len() {
+        tracing::error!(pages = pages.len(), keys = run.len(), "a fetch lost pages before they were read");
+        return all(StorageResult::Failed);
+    }
+    let own = &keys[fetch.start + run.start..];
+    let mut status = vec![PageStatus::Unset; run.len()];
+    let call = PagedCall {
+        op: StorageOp::Get,
+        chain: &keys,
+        pages: &pages,
+        page_bytes: shared.host.page_bytes(),
+        session: &fetch.order.session,
+        operation: &fetch.cancel,
+    };
+    let began = Instant::now();
+    let outcome = attached.paged(&call, &mut status, |page| {
+        // SAFETY: the call has returned, and the fetch alone holds the page.
+        match unsafe { shared.host.verify(pages[page], &own[page]) } {
+            Ok(()) => true,
+            Err(fault) => {
+                tracing::warn!(backend = attached.name(), %fault, "a page from storage is not what it should be");
+                false
+            }
+        }
+    });
+    if !outcome.in_use.is_empty() {
+        // The call may still write these pages: nobody gets them before it returns.
+        let mut state = fetch.state.lock();
+        state.pages[run.start + outcome.in_use.start..run.start + outcome.in_use.end].fill(None);
+        attached.hold(&pages[outcome.in_use.clone()], &shared.host);
+    }
+    let verdicts: Vec<StorageResult> = (0..run.len()).map(|page| outcome.verdict(page, status[page])).collect();
+    let read = Run { shared, fetch, attached: &attached, source, emptied, own, first: run.start };
+    read.settle(&outcome, &verdicts, began)
+}
+
+/// What a read brought, page by page.
+struct Run<'a> {
+    shared: &'a Shared,
+    fetch: &'a Fetch,
+    attached: &'a Attached,
+    source: usize,
+    emptied: u32,
+    own: &'a [PageKey],
+    first: usize,
+}
+
+impl Run<'_> {
+    fn settle(&self, outcome: &PagedOutcome, verdicts: &[StorageResult], began: Instant) -> Vec<Absent> {
+        let good = |verdict: &StorageResult| *verdict == StorageResult::Ok;
+        let came = verdicts.iter().filter(|verdict| good(verdict)).count();
+        if outcome.was_made() {
+            for result in StorageResult::ALL {
+                let pages = verdicts.iter().filter(|&&verdict| verdict == result).count();
+                self.attached.figures.add(StorageOp::Get, result, pages as u64);
+            }
+        }
+        let keys = self.own.iter().zip(verdicts).filter(|(_, verdict)| good(verdict)).map(|(key, _)| *key);
+        self.attached.acknowledge(keys, self.emptied);
+        if outcome.answered {
+            let until = Instant::now() + SHUN_FAILED;
+            self.attached.with_belief(|belief| {
+                let bad = self.own.iter().zip(verdicts).filter(|(_, verdict)| !good(verdict));
+                bad.for_each(|(key, _)| belief.shun(key, Some(until)));
+            });
+        }
+        let corrupt: Vec<usize> =
+            (0..verdicts.len()).filter(|&page| verdicts[page] == StorageResult::Corrupt).collect();
+        {
+            let mut state = self.fetch.state.lock();
+            let promote = promoting(&state, self.source);
+            for (page, _) in verdicts.iter().enumerate().filter(|(_, verdict)| good(verdict)) {
+                state.good[self.first + page] = true;
+                state.offers[self.first + page] |= promote;
+            }
+            note_reads(&mut state, self.source, outcome, verdicts, began);
+        }
+        if !corrupt.is_empty() {
+            let healed = self.heal(&corrupt);
+            // What a store was rid of is offered to it, should another one deliver it.
+            let mut state = self.fetch.state.lock();
+            healed.into_iter().for_each(|page| state.offers[self.first + page] |= 1 << self.source);
+        }
+        if came > 0 {
+            let (shared, pages) = (self.shared, came as u64);
+            shared.counters.prefetched_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
+            shared.events.storage_read(self.attached.name(), pages, pages * shared.host.page_bytes(), began.elapsed());
+        }
+        let absent = verdicts.iter().enumerate().filter(|(_, verdict)| !good(verdict));
+        absent.map(|(page, &verdict)| Absent { page: self.first + page, verdict }).collect()
+    }
+
+    /// Removes corrupt pages from the store, so that they can be written anew; says which are gone. Where a store can't remove at all
+    /// they are treated as missing for good; where it failed to, for a while, after which the page is looked at again.
+    fn heal(&self, corrupt: &[usize]) -> Vec<usize> {
+        let counters = &self.shared.counters;
+        counters.corrupt_pages.fetch_add(corrupt.len() as u64, Ordering::Relaxed);
+        let keys: Vec<PageKey> = corrupt.iter().map(|&page| self.own[page]).collect();
+        let mut status = vec![PageStatus::Unset; keys.len()];
+        let can_remove = self.attached.limits().remove;
+        let operation = CancelSet::default();
+        let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation };
+        let removed = can_remove
+            && self.attached.call(&info, |backend, options| backend.batch_remove(options, &keys, &mut status)).is_ok();
+        let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);
+        let mut healed = Vec::new();
+        for ((&page, key), status) in corrupt.iter().zip(&keys).zip(status) {
+            let gone = removed && matches!(status, PageStatus::Ok | PageStatus::Missing);
+            self.attached.with_belief(|belief| match gone {
+                true => belief.heal(key),
+                false => belief.shun(key, until),
+            });
+            if gone {
+                healed.push(page);
+            }
+        }
+        counters.healed_pages.fetch_add(healed.len() as u64, Ordering::Relaxed);
+        healed
+    }
+}
+
+/// The backends before `source`, as bits, that want what is read from one further down.
+fn promoting(state: &FetchState, source: usize) -> u64 {
+    let wants = |source: &Source| u64::from(source.attached.settings().promote);
+    state.sources.iter().take(source).enumerate().fold(0, |bits, (index, source)| bits | wants(source) << index)
+}
+
+/// Takes note of how long a backend took. Pages that were late took at least as long.
+fn note_reads(
+    state: &mut FetchState,
+    source: usize,
+    outcome: &PagedOutcome,
+    verdicts: &[StorageResult],
+    began: Instant,
+) {
+    let called_off = matches!(&outcome.result, Err(CallFault::Failed(error)) if error.kind == ErrorKind::Cancelled);
+    let late = matches!(outcome.result, Err(CallFault::CrowdedOut | CallFault::CalledOff)) || called_off;
+    let counts = |verdict: &&StorageResult| late || matches!(**verdict, StorageResult::Ok | StorageResult::Late);
+    let pages = verdicts.iter().filter(counts).count();
+    if pages == 0 {
+        return;
+    }
+    if let Some(source) = state.sources.get_mut(source) {
+        let now = Instant::now();
+        let (first, _, before) = source.reads.unwrap_or((began, now, 0));
+        source.reads = Some((first.min(began), now, before + pages));
+    }
+}
+
+/// What a fetch that ended says of the speed of its backends.
+fn measure(shared: &Shared, fetch: &Fetch) {
+    let mut state = fetch.state.lock();
+    for source in &mut state.sources {
+        if let Some((first, last, pages)) = source.reads.take() {
+            source.attached.speed.add(pages as u64 * shared.host.page_bytes(), last - first);
+        }
+    }
+}
