@@ -256,18 +256,17 @@ fn backend_calls(out: &mut Writer<'_>, backends: &[(String, Arc<BackendCounters>
         .iter()
         .flat_map(|(name, counters)| StorageOp::CALLS.map(|op| (name.as_str(), op, counters.calls(op))))
         .collect();
-    let outcomes: [(&str, fn(&CallFigures) -> u64); 5] = [
-        ("ok", |calls| calls.ok),
-        ("failed", |calls| calls.failed),
-        ("cancelled", |calls| calls.cancelled),
-        ("skipped", |calls| calls.skipped),
-        ("crowded_out", |calls| calls.crowded_out),
-    ];
     let mut labelled = Vec::new();
     for &(name, op, calls) in &figures {
-        for (outcome, pick) in outcomes {
-            labelled.push(([("backend", name), ("op", op.as_str()), ("outcome", outcome)], pick(&calls)));
-        }
+        let outcomes = [
+            ("ok", calls.ok),
+            ("failed", calls.failed),
+            ("cancelled", calls.cancelled),
+            ("skipped", calls.skipped),
+            ("crowded_out", calls.crowded_out),
+        ];
+        let labels = |outcome| [("backend", name), ("op", op.as_str()), ("outcome", outcome)];
+        labelled.extend(outcomes.map(|(outcome, count)| (labels(outcome), count)));
     }
     let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
     out.counters("kvdock:storage_calls", "Calls by backend, call and outcome, each with its retries", &series)?;
@@ -282,15 +281,11 @@ fn backend_calls(out: &mut Writer<'_>, backends: &[(String, Arc<BackendCounters>
     out.counters("kvdock:storage_retries", "Calls made again after an error", &counts(|calls| calls.retries))?;
     out.counters("kvdock:storage_bytes", "Bytes of the pages read and stored", &counts(|calls| calls.bytes))?;
     out.counters("kvdock:storage_queued", "Calls that waited for their turn", &counts(|calls| calls.queued))?;
-    out.gauges("kvdock:storage_call_seconds", "Time in the backend so far", &seconds(|calls| calls.nanos))?;
-    out.gauges(
-        "kvdock:storage_queued_seconds",
-        "Time calls waited for their turn so far",
-        &seconds(|c| c.queued_nanos),
-    )?;
-    out.gauges(
+    out.seconds("kvdock:storage_call_seconds", "Time in the backend", &seconds(|calls| calls.nanos))?;
+    out.seconds("kvdock:storage_queued_seconds", "Time calls waited for their turn", &seconds(|c| c.queued_nanos))?;
+    out.seconds(
         "kvdock:storage_limited_seconds",
-        "Time calls waited for the bandwidth limit so far",
+        "Time calls waited for the bandwidth limit",
         &seconds(|calls| calls.limited_nanos),
     )?;
     let mut breakers = Vec::new();

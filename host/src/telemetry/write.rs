@@ -48,6 +48,15 @@ impl Writer<'_> {
         Ok(())
     }
 
+    /// A counter of seconds with a series for each set of labels. `_total` is added to its name.
+    pub fn seconds(&mut self, name: &str, help: &str, series: &[(Labels<'_>, f64)]) -> fmt::Result {
+        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, value) in series {
+            metric.encode_family(labels)?.encode_counter::<NoLabelSet, _, u64>(value, None)?;
+        }
+        Ok(())
+    }
+
     /// A histogram without labels.
     pub fn histogram(&mut self, name: &str, help: &str, snapshot: &HistogramSnapshot) -> fmt::Result {
         self.histograms(name, help, &[(&[], snapshot)])
