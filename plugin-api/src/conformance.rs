@@ -41,20 +41,29 @@
 //! A rule that looks at the whole process (threads, open files, working directory) has to be alone in it, so tests skip it unless
 //! [`Suite::alone`] says that they are.
 
-#![allow(dead_code, reason = "more rules come")]
-
 mod bench;
 mod calls;
 mod data;
 mod declared;
+mod exists;
+mod isolation;
+mod life;
 mod linker;
 mod load;
+mod memory;
+mod open;
+mod pools;
+mod remove;
 mod report;
 mod run;
+mod status;
 mod store;
+mod threads;
+mod time;
 
 pub use declared::Declared;
-pub use report::{Finding, Report, Verdict};
+pub use load::HOST_KEYS;
+pub use report::{Entry, Finding, Report, Verdict};
 pub use run::{Limits, Subject, Suite, run_step};
 
 use crate::Capability;
@@ -126,7 +135,24 @@ pub(crate) fn ensure(holds: bool, expected: impl Into<String>, seen: impl FnOnce
 
 /// Every rule, in the order in which they are run and shown.
 pub fn rules() -> impl Iterator<Item = &'static Rule> {
-    [load::RULES, calls::RULES, data::RULES, linker::RULES].into_iter().flatten()
+    [
+        load::RULES,
+        open::RULES,
+        calls::RULES,
+        pools::RULES,
+        data::RULES,
+        threads::RULES,
+        exists::RULES,
+        remove::RULES,
+        isolation::RULES,
+        time::RULES,
+        memory::RULES,
+        life::RULES,
+        status::RULES,
+        linker::RULES,
+    ]
+    .into_iter()
+    .flatten()
 }
 
 /// The rule of that name.

@@ -3,6 +3,7 @@
 //! Exit codes: 0 success, 1 an error (one line on standard error that a person can act on), 2
 //! wrong usage.
 
+mod check;
 mod config;
 mod doctor;
 mod machine;
@@ -54,6 +55,11 @@ enum PluginCommand {
         #[command(flatten)]
         settings: Settings,
     },
+    /// Check a plugin against every rule of the contract. Exits with 0 when all are kept, 1 when one is broken, 2 when it could not be run.
+    Check(check::CheckArgs),
+    /// One step of one rule, in a process of its own.
+    #[command(hide = true)]
+    CheckStep(check::StepArgs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -100,6 +106,8 @@ pub fn main() -> ExitCode {
         Command::Serve(settings) => serve::serve(settings),
         Command::Plugin(PluginCommand::List(settings)) => plugin::list(settings),
         Command::Plugin(PluginCommand::Info { name_or_path, settings }) => plugin::info(&name_or_path, settings),
+        Command::Plugin(PluginCommand::Check(args)) => check::check(&args),
+        Command::Plugin(PluginCommand::CheckStep(args)) => check::step(&args),
         Command::Config(ConfigCommand::Check { file }) => config::check(file),
         Command::Config(ConfigCommand::Reference) => config::reference(),
         Command::Doctor(settings) => doctor::doctor(settings),
@@ -148,13 +156,21 @@ mod tests {
             "kvdock serve --config a.toml --set server.port=0 --set model.path=x",
             "kvdock plugin list",
             "kvdock plugin info file",
+            "kvdock plugin check a.so --config {} --junit a.xml --rule load. --rule data.one_page",
+            "kvdock plugin check --list",
             "kvdock config check a.toml",
             "kvdock config reference",
             "kvdock doctor",
         ] {
             assert!(Cli::try_parse_from(line.split(' ')).is_ok(), "{line}");
         }
-        for line in ["kvdock", "kvdock plugin check x", "kvdock config check", "kvdock serve x"] {
+        for line in [
+            "kvdock",
+            "kvdock plugin check",
+            "kvdock plugin check x --patience 0",
+            "kvdock config check",
+            "kvdock serve x",
+        ] {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
     }

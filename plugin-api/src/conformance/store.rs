@@ -278,10 +278,15 @@ impl Store {
 
     /// `clear`.
     pub(crate) fn clear(&self, options: &Options<'_>, scope: ClearScope) -> Check<Result<()>> {
+        self.clear_raw(options, scope.raw())
+    }
+
+    /// `clear` of a scope by its number, known or not.
+    pub(crate) fn clear_raw(&self, options: &Options<'_>, scope: u32) -> Check<Result<()>> {
         let context = self.context(options);
         self.watch.call("clear", self.time(options), |error| {
             // SAFETY: the instance is open.
-            unsafe { (self.table.clear)(self.this, &raw const context, scope.raw(), error) }
+            unsafe { (self.table.clear)(self.this, &raw const context, scope, error) }
         })
     }
 
@@ -347,6 +352,7 @@ impl Store {
     }
 
     /// The table of the linker face, if there is one.
+    #[allow(dead_code, reason = "for the rules of the linker face")]
     pub(crate) fn linker_table(&self) -> Option<&'static LinkerTable> {
         // SAFETY: null or a constant table, by the rules of the boundary.
         unsafe { self.table.linker.as_ref() }

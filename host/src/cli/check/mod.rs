@@ -1,0 +1,218 @@
+//! `kvdock plugin check`: the conformance suite against a file, each rule in a process of its own.
+//!
+//! A crash, an `exit` or a hang is a finding of the rule that ran, and not the end. Exit codes: 0 every rule is kept, 1 one is broken, 2 the
+//! check could not be run.
+
+mod child;
+mod junit;
+mod process;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use crossbeam_channel::unbounded;
+use indicatif::{ProgressBar, ProgressStyle};
+use kvdock_plugin_api::conformance::{Entry, Finding, Limits, Report, Rule, Verdict, rules};
+use serde_json::Value;
+
+pub(super) use child::{StepArgs, step};
+
+use super::{Failure, print, say};
+use crate::config::Sources;
+use crate::plugin::{PluginInfo, Reason, find, inspect, schema, search_path};
+use process::Plugin;
+
+/// The rule that the file itself is about: it is looked at here, before any of its code runs.
+const FILE: &str = "load.file";
+/// The rule without which no other can be run.
+const MAPS: &str = "load.maps";
+
+/// What `kvdock plugin check` takes.
+#[derive(Debug, Args)]
+pub(super) struct CheckArgs {
+    /// The plugin: the path of its file, or its name in the search path.
+    #[arg(value_name = "PATH", required_unless_present = "list")]
+    plugin: Option<String>,
+    /// The plugin's configuration, a JSON object; `{scratch}` stands for a fresh folder. Without it that of the plugin's note.
+    #[arg(long, value_name = "JSON")]
+    config: Option<String>,
+    /// Also write the result as JUnit XML.
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+    /// Run only this rule, or the rules whose names begin so; may be given often.
+    #[arg(long, value_name = "RULE")]
+    rule: Vec<String>,
+    /// Times all limits of time by this, for a store that is slow to answer.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    patience: u32,
+    /// List the rules, and run none.
+    #[arg(long)]
+    list: bool,
+}
+
+/// Runs the check.
+pub(super) fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
+    match run(args) {
+        Ok(code) => Ok(code),
+        Err(Failure(text)) => {
+            text.lines().for_each(|line| say(&format!("error: {line}")));
+            Ok(ExitCode::from(2))
+        }
+    }
+}
+
+fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
+    if args.list {
+        return list();
+    }
+    let asked = chosen(&args.rule)?;
+    let Some(plugin) = args.plugin.as_deref() else {
+        return Err(Failure("expected the path of a plugin".to_owned()));
+    };
+    let path = locate(plugin)?;
+    let began = Instant::now();
+    let (name, entries) = match inspect(&path) {
+        Ok(info) => {
+            let config = config(&info, args.config.as_deref())?;
+            (info.note.name.clone(), run_rules(&Plugin::new(info, config, args.patience)?, &asked))
+        }
+        Err(refusal) if matches!(refusal.reason, Reason::Unreadable(_) | Reason::Unsafe { .. }) => {
+            return Err(Failure::new(refusal));
+        }
+        Err(refusal) => (path.display().to_string(), refused(&asked, &refusal.reason.to_string())),
+    };
+    let report = Report::gather(entries);
+    print(&format!("{report}\n"))?;
+    if let Some(file) = &args.junit {
+        let text = junit::write(&name, &report, began.elapsed());
+        std::fs::write(file, text).map_err(|error| Failure(format!("{}: {error}", file.display())))?;
+    }
+    Ok(if report.failed().is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn list() -> Result<ExitCode, Failure> {
+    let width = rules().map(|rule| rule.id.len()).max().unwrap_or_default();
+    let line = |rule: &Rule| format!("{:width$}  {} (ABI.md {})\n", rule.id, rule.promise, rule.section);
+    print(&rules().map(line).collect::<String>())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The rules that are asked for.
+fn chosen(ids: &[String]) -> Result<Vec<&'static Rule>, Failure> {
+    if let Some(unknown) = ids.iter().find(|id| !rules().any(|rule| rule.id.starts_with(id.as_str()))) {
+        return Err(Failure(format!("no rule is named {unknown:?} or begins so; --list shows them")));
+    }
+    let asked = |rule: &&Rule| ids.is_empty() || ids.iter().any(|id| rule.id.starts_with(id.as_str()));
+    Ok(rules().filter(asked).collect())
+}
+
+/// The file: what is named, or what the search path has under the name.
+fn locate(plugin: &str) -> Result<PathBuf, Failure> {
+    if plugin.contains('/') || plugin.ends_with(".so") || Path::new(plugin).exists() {
+        let path = Path::new(plugin);
+        return path.canonicalize().map_err(|error| Failure(format!("{plugin}: {error}")));
+    }
+    let config = crate::config::load(&Sources::from_process(None, Vec::new())).map_err(Failure::new)?.config;
+    let info = find(plugin, &search_path(&config.storage.plugin_path)).map_err(Failure::new)?;
+    say(&format!("checking {}", info.path.display()));
+    Ok(info.path)
+}
+
+/// The configuration: what was given, which has to fit the schema, or that of the note.
+fn config(info: &PluginInfo, given: Option<&str>) -> Result<Value, Failure> {
+    let Some(text) = given else { return Ok(info.note.check_config.clone()) };
+    let value: Value = serde_json::from_str(text).map_err(|error| Failure(format!("--config is no JSON: {error}")))?;
+    let Some(keys) = value.as_object() else {
+        return Err(Failure(format!("--config: expected a JSON object, found {text}")));
+    };
+    schema::validate(&info.note.name, &info.note.config_schema, keys)
+        .map_err(|error| Failure(format!("--config: {error}")))?;
+    Ok(value)
+}
+
+fn entry(rule: &'static Rule, verdict: Verdict) -> Entry {
+    Entry { rule, verdict, took: Duration::ZERO }
+}
+
+/// The report of a file that no host loads.
+fn refused(asked: &[&'static Rule], reason: &str) -> Vec<Entry> {
+    let finding =
+        Finding { rule: None, expected: "a file that this host may load".to_owned(), seen: reason.to_owned() };
+    let verdict = |rule: &Rule| match rule.id {
+        FILE => Verdict::Failed(vec![finding.clone()]),
+        _ => Verdict::Skipped("not run: the host refuses the file".to_owned()),
+    };
+    let mut entries: Vec<Entry> = asked.iter().map(|rule| entry(rule, verdict(rule))).collect();
+    if !entries.iter().any(|entry| entry.rule.id == FILE) {
+        entries.extend(rules().find(|rule| rule.id == FILE).map(|rule| entry(rule, verdict(rule))));
+    }
+    entries
+}
+
+/// Runs the rules, a few at a time, and answers in their order.
+fn run_rules(plugin: &Plugin, asked: &[&'static Rule]) -> Vec<Entry> {
+    let maps = rules().find(|rule| rule.id == MAPS).map(|rule| plugin.run(rule));
+    if let Some(maps) = maps.filter(|entry| entry.verdict != Verdict::Passed) {
+        let skipped = |rule: &&'static Rule| match rule.id {
+            MAPS => maps.clone(),
+            FILE => entry(rule, Verdict::Passed),
+            _ => entry(rule, Verdict::Skipped(format!("not run: {MAPS} is broken"))),
+        };
+        let mut entries: Vec<Entry> = asked.iter().map(skipped).collect();
+        if !entries.iter().any(|entry| entry.rule.id == MAPS) {
+            entries.push(maps.clone());
+        }
+        return entries;
+    }
+    let bar = ProgressBar::new(asked.len() as u64);
+    if let Ok(style) = ProgressStyle::with_template("{pos}/{len} rules {bar:40} {msg}") {
+        bar.set_style(style);
+    }
+    let (todo, queue) = unbounded();
+    let (done, ended) = unbounded();
+    for (place, rule) in asked.iter().enumerate() {
+        let _ = todo.send((place, *rule));
+    }
+    drop(todo);
+    let mut entries: Vec<Option<Entry>> = vec![None; asked.len()];
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, |count| count.get().min(4)) {
+            let (queue, done, bar) = (queue.clone(), done.clone(), &bar);
+            scope.spawn(move || {
+                for (place, rule) in queue {
+                    bar.set_message(rule.id);
+                    let entry = if rule.id == FILE { entry(rule, Verdict::Passed) } else { plugin.run(rule) };
+                    let _ = done.send((place, entry));
+                }
+            });
+        }
+        drop(done);
+        for (place, entry) in ended {
+            bar.inc(1);
+            entries[place] = Some(entry);
+        }
+    });
+    bar.finish_and_clear();
+    entries.into_iter().flatten().collect()
+}
+
+/// Limits of time of a check.
+fn limits(patience: u32) -> Limits {
+    Limits::default().times(patience)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_are_chosen_by_name_or_beginning() {
+        assert!(chosen(&[]).unwrap().len() > 20);
+        let loads = chosen(&["load.".to_owned()]).unwrap();
+        assert!(loads.len() > 2 && loads.iter().all(|rule| rule.id.starts_with("load.")));
+        assert_eq!(chosen(&["data.one_page".to_owned()]).unwrap().len(), 1);
+        assert!(chosen(&["date.".to_owned()]).unwrap_err().0.contains("date."));
+    }
+}

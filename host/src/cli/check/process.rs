@@ -1,0 +1,214 @@
+//! Runs rules in processes of their own, and says how those ended.
+
+use std::io::Read;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use kvdock_plugin_api::conformance::{Entry, Finding, Rule, Verdict};
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::Value;
+
+use super::super::Failure;
+use super::limits;
+use crate::plugin::PluginInfo;
+
+/// The rule about the end of a process.
+const EXIT: &str = "life.exit";
+/// The rule about calls that never return.
+const HANG: &str = "calls.hang";
+/// How long a process may stay after the suite in it should have ended.
+const GRACE: Duration = Duration::from_secs(20);
+/// Bytes of a process's words that are kept.
+const LAST_WORDS: usize = 600;
+
+/// The plugin that is checked.
+#[derive(Debug)]
+pub(super) struct Plugin {
+    program: PathBuf,
+    file: PathBuf,
+    config: String,
+    patience: u32,
+}
+
+impl Plugin {
+    pub(super) fn new(info: PluginInfo, config: Value, patience: u32) -> Result<Plugin, Failure> {
+        let program = std::env::current_exe().map_err(|error| Failure(format!("the path of kvdock: {error}")))?;
+        Ok(Plugin { program, file: info.path, config: config.to_string(), patience })
+    }
+
+    /// Runs a rule, step after step.
+    pub(super) fn run(&self, rule: &'static Rule) -> Entry {
+        let began = Instant::now();
+        let verdict =
+            self.steps(rule).unwrap_or_else(|problem| Verdict::Skipped(format!("could not be run: {problem}")));
+        Entry { rule, verdict, took: began.elapsed() }
+    }
+
+    fn steps(&self, rule: &Rule) -> std::io::Result<Verdict> {
+        let scratch = tempfile::Builder::new().prefix("kvdock-check-").tempdir()?;
+        for step in 0..rule.steps() {
+            match self.step(rule, step, scratch.path())? {
+                Verdict::Passed => {}
+                other => return Ok(other),
+            }
+        }
+        Ok(Verdict::Passed)
+    }
+
+    fn step(&self, rule: &Rule, step: usize, scratch: &Path) -> std::io::Result<Verdict> {
+        let mut child = Command::new(&self.program)
+            .args(["plugin", "check-step"])
+            .arg(&self.file)
+            .arg(format!("--config={}", self.config))
+            .arg(format!("--rule={}", rule.id))
+            .arg(format!("--step={step}"))
+            .arg("--scratch")
+            .arg(scratch)
+            .arg(format!("--patience={}", self.patience))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()?;
+        let (answer, words) = (collect(child.stdout.take()), collect(child.stderr.take()));
+        let status = wait(&mut child, limits(self.patience).step + GRACE)?;
+        let answer = answer.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
+        let words = words.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
+        let verdict = serde_json::from_str::<Verdict>(&answer).ok();
+        Ok(judge(rule, verdict, status, &words))
+    }
+}
+
+/// Reads a pipe to its end, on a thread.
+fn collect(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (done, ended) = channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = pipe {
+            let _ = pipe.read_to_end(&mut bytes);
+        }
+        let _ = done.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    ended
+}
+
+/// Waits for a process; after `limit` it is ended with everything that it has started. None when it had to be.
+fn wait(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let began = Instant::now();
+    let mut pause = Duration::from_millis(2);
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if began.elapsed() > limit {
+            break None;
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(50));
+    };
+    // Its group may have members left, which would keep the pipes open.
+    if let Some(group) = Pid::from_raw(child.id() as i32) {
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+    if status.is_none() {
+        child.wait()?;
+    }
+    Ok(status)
+}
+
+/// What became of a rule, from what its process said and how it ended.
+fn judge(rule: &Rule, verdict: Option<Verdict>, status: Option<ExitStatus>, words: &str) -> Verdict {
+    let finding = |rule: Option<&str>, expected: &str, seen: String| {
+        let rule = rule.map(str::to_owned);
+        Verdict::Failed(vec![Finding {
+            rule,
+            expected: expected.to_owned(),
+            seen: format!("{seen}{}", last_words(words)),
+        }])
+    };
+    match (verdict, status) {
+        (Some(Verdict::Passed), Some(status)) if !status.success() => {
+            finding(Some(EXIT), "the process ends cleanly after close", format!("{} {}", rule.id, ended(status)))
+        }
+        (Some(Verdict::Passed), None) => {
+            finding(Some(EXIT), "the process ends after close", "it did not, and was ended".to_owned())
+        }
+        (Some(verdict), _) => verdict,
+        (None, Some(status)) => {
+            finding(None, "the plugin leaves the process running", format!("the process {}", ended(status)))
+        }
+        (None, None) => finding(Some(HANG), "the rule ends", "it did not, and its process was ended".to_owned()),
+    }
+}
+
+fn ended(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("ended by signal {signal}{}", name_of(signal)),
+        (None, Some(code)) => format!("ended with exit code {code}"),
+        (None, None) => "ended".to_owned(),
+    }
+}
+
+fn name_of(signal: i32) -> &'static str {
+    match signal {
+        libc::SIGABRT => " (SIGABRT)",
+        libc::SIGBUS => " (SIGBUS)",
+        libc::SIGFPE => " (SIGFPE)",
+        libc::SIGILL => " (SIGILL)",
+        libc::SIGKILL => " (SIGKILL)",
+        libc::SIGSEGV => " (SIGSEGV)",
+        libc::SIGTERM => " (SIGTERM)",
+        libc::SIGTRAP => " (SIGTRAP)",
+        _ => "",
+    }
+}
+
+/// The end of what a process printed, on one line.
+fn last_words(words: &str) -> String {
+    let text = words.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" | ");
+    if text.is_empty() {
+        return String::new();
+    }
+    let from = text.floor_char_boundary(text.len().saturating_sub(LAST_WORDS));
+    format!("; it printed: {}", &text[from..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvdock_plugin_api::conformance::rules;
+
+    fn status(raw: i32) -> Option<ExitStatus> {
+        Some(ExitStatus::from_raw(raw))
+    }
+
+    fn finding(verdict: Verdict) -> Finding {
+        match verdict {
+            Verdict::Failed(mut findings) => findings.remove(0),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_said_in_words() {
+        let rule = rules().next().unwrap();
+        let aborted = finding(judge(rule, None, status(libc::SIGABRT), "one\n\ntwo\n"));
+        assert_eq!(aborted.rule, None);
+        assert_eq!(aborted.seen, "the process ended by signal 6 (SIGABRT); it printed: one | two");
+        let left = finding(judge(rule, None, status(3 << 8), ""));
+        assert_eq!(left.seen, "the process ended with exit code 3");
+        assert_eq!(finding(judge(rule, None, None, "")).rule.as_deref(), Some(HANG));
+        let late = finding(judge(rule, Some(Verdict::Passed), status(libc::SIGSEGV), ""));
+        assert_eq!(late.rule.as_deref(), Some(EXIT));
+        assert_eq!(judge(rule, Some(Verdict::Passed), status(0), "words"), Verdict::Passed);
+    }
+
+    #[test]
+    fn long_words_are_cut_at_a_character() {
+        let words = "é".repeat(1000);
+        assert!(last_words(&words).len() <= LAST_WORDS + 20);
+    }
+}
