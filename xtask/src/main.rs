@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod model;
+mod mooncake;
 mod paths;
 mod process;
 mod quickstart;

@@ -31,6 +31,19 @@ pub const NPM: Need = Need { name: "node with npm", probe: ("npm", &["--version"
 /// The disk benchmark that the file plugin is measured beside.
 pub const FIO: Need = Need { name: "fio", probe: ("fio", &["--version"]), packages: &["fio"] };
 
+/// Libraries that Mooncake's programs load, also where there is no RDMA device.
+pub const MOONCAKE_LIBRARIES: Need = Need {
+    name: "the libraries of Mooncake (libibverbs, librdmacm, libnuma, libcurl)",
+    probe: (
+        "sh",
+        &[
+            "-c",
+            "for lib in ibverbs.so.1 rdmacm.so.1 numa.so.1 curl.so.4; do /sbin/ldconfig -p | grep -q lib$lib || exit 1; done",
+        ],
+    ),
+    packages: &["libibverbs1", "librdmacm1", "ibverbs-providers", "libnuma1", "libcurl4"],
+};
+
 /// Installs what is missing of `needs`; does nothing where nothing is.
 ///
 /// # Errors

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::process::{Stages, cargo, run as run_command, show};
-use crate::{model, setup};
+use crate::{model, mooncake, setup};
 
 /// Options of `test`.
 #[derive(Args)]
@@ -35,6 +35,10 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 pub fn set_up(stages: &mut Stages) -> Result<()> {
     stages.stage("tools", || setup::ensure(&[setup::CC, setup::CXX, setup::MAKE, setup::PIP]))?;
     stages.stage("model", model::fetch)?;
+    if let Err(error) = stages.stage("mooncake", mooncake::fetch) {
+        // Everything else can be tested without; the tests of this plugin that need them fail, and say so.
+        eprintln!("warning: the real Mooncake services can't be had, the tests that need them will fail: {error:#}");
+    }
     Ok(())
 }
 

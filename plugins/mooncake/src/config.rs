@@ -1,0 +1,313 @@
+//! The configuration `storage.<instance>.*`, and the files and environment variables that other clients of the store read.
+
+mod sources;
+
+use kvdock_plugin_api::{Error, ErrorKind, Open, Result};
+use serde_json::{Map, Value};
+
+/// JSON Schema of the configuration; it travels in the plugin's note.
+pub const SCHEMA: &str = r#"{
+  "$schema": "https://json-schema.org/draft/2020-12/schema",
+  "type": "object",
+  "additionalProperties": false,
+  "properties": {
+    "master_server_address": {
+      "type": "string", "minLength": 1,
+      "description": "Address of the Mooncake master, such as \"10.0.0.1:50051\". Without it the file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, and then MOONCAKE_MASTER and the other MOONCAKE_* variables say it; keys given here count before either."
+    },
+    "metadata_server": {
+      "type": "string", "minLength": 1,
+      "description": "How peers find one another: \"P2PHANDSHAKE\", or the URL of an HTTP metadata server such as \"http://10.0.0.1:8080/metadata\". All peers of a master use the same. Default: P2PHANDSHAKE."
+    },
+    "protocol": {
+      "type": "string",
+      "description": "What moves the bytes. This version has tcp. Default: tcp."
+    },
+    "device_name": {
+      "type": "string",
+      "description": "Network devices for rdma; tcp needs none. Default: none."
+    },
+    "local_hostname": {
+      "type": "string", "minLength": 1,
+      "description": "Name or address by which peers reach this machine, with a port if the one for handshakes should be fixed. MOONCAKE_LOCAL_HOSTNAME and LOCAL_HOSTNAME count before it. Default: localhost, which only peers on this machine reach."
+    },
+    "global_segment_size": {
+      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+ *(([kKMGT]i?)?B?|[gG][bB])$"}],
+      "description": "Memory that this server lends to the store, over all its ranks: an integer or a text such as \"4GiB\"; \"4gb\" is the same, as other clients have it. 0: none. Default: 4gb."
+    },
+    "local_buffer_size": {
+      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+ *(([kKMGT]i?)?B?|[gG][bB])$"}],
+      "description": "Staging memory of other clients. This one moves pages straight between pools and sockets and needs none; the key is taken so that configurations can be shared."
+    },
+    "tenant_id": {
+      "type": "string",
+      "description": "Tenant at the master. Default: default."
+    },
+    "extra_backend_tag": {
+      "type": "string", "pattern": "^[A-Za-z0-9_.-]*$",
+      "description": "Put in front of the names of all objects. Default: none."
+    },
+    "master_metrics_port": {
+      "type": "integer", "minimum": 1, "maximum": 65535,
+      "description": "Port of the master's HTTP figures, on the same host. Default: 9003."
+    },
+    "check_server": {
+      "type": "boolean",
+      "description": "Wait at the start until the master knows a segment, as far as the time for the start allows. Default: false."
+    },
+    "replica_num": {
+      "type": "integer", "minimum": 1, "maximum": 16,
+      "description": "Copies of each page, on different segments. Default: 1."
+    },
+    "soft_pin": {
+      "type": "boolean",
+      "description": "Stored pages are evicted after those without a pin. Default: false."
+    },
+    "soft_pin_ttl": {
+      "type": "integer", "minimum": 1,
+      "description": "Seconds for which such a pin holds. Default: the master's."
+    },
+    "enable_group_semantics": {
+      "type": "boolean",
+      "description": "Pages of one key in several pools are evicted together. Default: false."
+    },
+    "preferred_segments": {
+      "type": "array", "items": {"type": "string"},
+      "description": "Names of segments that take pages first. Default: none."
+    },
+    "connections_per_peer": {
+      "type": "integer", "minimum": 1, "maximum": 16,
+      "description": "Connections that one call uses to one peer. Default: 4."
+    },
+    "master_connections": {
+      "type": "integer", "minimum": 1, "maximum": 16,
+      "description": "Connections to the master that calls share; one more is for heartbeats. Default: 2."
+    },
+    "serve_threads": {
+      "type": "integer", "minimum": 1, "maximum": 64,
+      "description": "Threads that serve peers. Default: 2."
+    },
+    "standalone_storage": {"type": "boolean", "description": "Has to be false: a separate client process is not used by this version."},
+    "client_server_address": {"type": "string", "description": "Has to be empty: as standalone_storage."},
+    "enable_ssd_offload": {"type": "boolean", "description": "Has to be false: this version lends no disk."},
+    "ssd_offload_path": {"type": "string", "description": "Only with enable_ssd_offload."}
+  }
+}"#;
+
+/// Configuration for the conformance suite: a master at its usual port on this machine.
+pub const CHECK_CONFIG: &str =
+    r#"{"master_server_address":"127.0.0.1:50051","local_hostname":"127.0.0.1","global_segment_size":"256MiB"}"#;
+
+/// The configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Address of the master.
+    pub master: String,
+    /// How peers find one another.
+    pub metadata: String,
+    /// Host by which peers reach this one.
+    pub host: String,
+    /// Port for handshakes; 0 for any.
+    pub port: u16,
+    /// Bytes that the whole server lends.
+    pub segment: u64,
+    /// Tenant.
+    pub tenant: String,
+    /// In front of all names.
+    pub tag: String,
+    /// Port of the master's figures.
+    pub metrics_port: u16,
+    /// Wait for a segment at the start.
+    pub check_server: bool,
+    /// Copies of each page.
+    pub replicas: u64,
+    /// Pages are soft-pinned.
+    pub soft_pin: bool,
+    /// For so many seconds.
+    pub soft_pin_ttl: Option<u64>,
+    /// Pages of one key form a group.
+    pub groups: bool,
+    /// Segments that are tried first.
+    pub preferred: Vec<String>,
+    /// Connections to a peer.
+    pub lanes: usize,
+    /// Connections to the master.
+    pub master_connections: usize,
+    /// Threads that serve.
+    pub serve_threads: usize,
+}
+
+impl Config {
+    /// Reads the configuration of an instance.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the key, what it has and what would be right.
+    pub fn read(open: &Open<'_>) -> Result<Config> {
+        let name = open.instance_name();
+        let given: Map<String, Value> = serde_json::from_str(open.config_json())
+            .map_err(|error| fail(name, "", &format!("the configuration is no JSON object: {error}")))?;
+        let whole = sources::complete(name, given, &|name| std::env::var(name).ok())?;
+        Config::parse(name, &whole)
+    }
+
+    fn parse(instance: &str, map: &Map<String, Value>) -> Result<Config> {
+        let mut config = Config {
+            master: String::new(),
+            metadata: "P2PHANDSHAKE".to_owned(),
+            host: "localhost".to_owned(),
+            port: 0,
+            segment: 4 << 30,
+            tenant: "default".to_owned(),
+            tag: String::new(),
+            metrics_port: 9003,
+            check_server: false,
+            replicas: 1,
+            soft_pin: false,
+            soft_pin_ttl: None,
+            groups: false,
+            preferred: Vec::new(),
+            lanes: 4,
+            master_connections: 2,
+            serve_threads: 2,
+        };
+        for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
+            let bad = |right: &str| fail(instance, key, &format!("{value} is not right; it takes {right}"));
+            let text = |right: &str| value.as_str().map(str::to_owned).ok_or_else(|| bad(right));
+            let number = |from: u64, to: u64| {
+                let found = value.as_u64().filter(|number| (from..=to).contains(number));
+                found.ok_or_else(|| bad(&format!("a number from {from} to {to}")))
+            };
+            let switch = || flag(value).ok_or_else(|| bad("true or false"));
+            match key.as_str() {
+                "master_server_address" => config.master = text("an address such as \"10.0.0.1:50051\"")?,
+                "metadata_server" => config.metadata = text("\"P2PHANDSHAKE\" or a URL")?,
+                "protocol" => match value.as_str() {
+                    Some("tcp") => {}
+                    Some("rdma") => return Err(bad("\"tcp\": rdma is not in this version")),
+                    _ => return Err(bad("\"tcp\"")),
+                },
+                "local_hostname" => {
+                    (config.host, config.port) =
+                        host(&text("a host name")?).ok_or_else(|| bad("a host, or host:port"))?
+                }
+                "global_segment_size" => config.segment = size(value).ok_or_else(|| bad(SIZE))?,
+                "local_buffer_size" => drop(size(value).ok_or_else(|| bad(SIZE))?),
+                "tenant_id" => {
+                    let tenant = text("a name")?;
+                    config.tenant = if tenant.trim().is_empty() { "default".to_owned() } else { tenant };
+                }
+                "extra_backend_tag" => config.tag = text("a name")?,
+                "master_metrics_port" => config.metrics_port = number(1, 65535)? as u16,
+                "check_server" => config.check_server = switch()?,
+                "replica_num" => config.replicas = number(1, 16)?,
+                "soft_pin" => config.soft_pin = switch()?,
+                "soft_pin_ttl" => config.soft_pin_ttl = Some(number(1, u64::MAX / 1000)?),
+                "enable_group_semantics" => config.groups = switch()?,
+                "preferred_segments" => {
+                    let list = value.as_array().map(|list| list.iter().map(|item| item.as_str().map(str::to_owned)));
+                    let list = list.and_then(|list| list.collect::<Option<Vec<String>>>());
+                    config.preferred = list.ok_or_else(|| bad("a list of names of segments"))?;
+                }
+                "connections_per_peer" => config.lanes = number(1, 16)? as usize,
+                "master_connections" => config.master_connections = number(1, 16)? as usize,
+                "serve_threads" => config.serve_threads = number(1, 64)? as usize,
+                // Of other ways to move bytes; nothing to check.
+                "device_name" | "ssd_offload_path" => drop(text("a text")?),
+                "standalone_storage" | "enable_ssd_offload" if flag(value) == Some(false) => {}
+                "client_server_address" if value.as_str() == Some("") => {}
+                "standalone_storage" | "client_server_address" => {
+                    return Err(bad(
+                        "nothing: a separate client process (client_server_address) is not used by this version; name the master in master_server_address",
+                    ));
+                }
+                "enable_ssd_offload" => return Err(bad("false: this version lends no disk to the store")),
+                _ => return Err(fail(instance, key, "there is no such key")),
+            }
+        }
+        if config.master.contains("://") {
+            let master = &config.master;
+            let why = format!(
+                "\"{master}\" is not right; it takes the address of one master, such as \"10.0.0.1:50051\": finding the leader of several through etcd is not in this version"
+            );
+            return Err(fail(instance, "master_server_address", &why));
+        }
+        if crate::net::split_address(&config.master).is_none() {
+            let master = &config.master;
+            return Err(fail(
+                instance,
+                "master_server_address",
+                &format!("\"{master}\" is not right; it takes an address such as \"10.0.0.1:50051\""),
+            ));
+        }
+        crate::metadata::Metadata::parse(&config.metadata).map_err(|why| fail(instance, "metadata_server", &why))?;
+        if config.soft_pin_ttl.is_some() && !config.soft_pin {
+            return Err(fail(
+                instance,
+                "soft_pin_ttl",
+                "it says how long a soft pin holds; set soft_pin = true with it",
+            ));
+        }
+        Ok(config)
+    }
+}
+
+const SIZE: &str = "a number of bytes such as 1073741824, \"4GiB\" or \"4gb\"";
+
+fn fail(instance: &str, key: &str, what: &str) -> Error {
+    let dot = if key.is_empty() { "" } else { "." };
+    Error::new(ErrorKind::InvalidConfig, format!("storage.{instance}{dot}{key}: {what}"))
+}
+
+/// True and false, also as the texts that environment variables hold.
+fn flag(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(value) => Some(*value),
+        Value::String(text) => match text.to_ascii_lowercase().as_str() {
+            "1" | "true" | "yes" | "on" => Some(true),
+            "" | "0" | "false" | "no" | "off" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// A host, perhaps with a port.
+fn host(text: &str) -> Option<(String, u16)> {
+    // An IPv6 address without brackets has colons of its own.
+    if text.is_empty() || text.matches(':').count() > 1 && !text.starts_with('[') {
+        return (!text.is_empty()).then(|| (text.to_owned(), 0));
+    }
+    match crate::net::split_address(text) {
+        Some((host, port)) => Some((host.to_owned(), port)),
+        None if text.contains(':') && !text.ends_with(']') => None,
+        None => Some((text.trim_matches(['[', ']']).to_owned(), 0)),
+    }
+}
+
+/// A size: an integer, or digits with a unit. `gb` in any case is what other clients of the store take it for: 2^30.
+fn size(value: &Value) -> Option<u64> {
+    if let Some(number) = value.as_u64() {
+        return Some(number);
+    }
+    let text = value.as_str()?.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at_checked(digits)?;
+    let unit = unit.trim_start();
+    let factor: u64 = match unit {
+        "" | "B" => 1,
+        "k" | "K" | "kB" | "KB" => 1000,
+        "M" | "MB" => 1_000_000,
+        "T" | "TB" => 1_000_000_000_000,
+        "G" => 1_000_000_000,
+        "ki" | "Ki" | "kiB" | "KiB" => 1 << 10,
+        "Mi" | "MiB" => 1 << 20,
+        "Gi" | "GiB" => 1 << 30,
+        "Ti" | "TiB" => 1 << 40,
+        unit if unit.eq_ignore_ascii_case("gb") => 1 << 30,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(factor)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,10 @@
+//! The data plane: payload between registered pools and the memory of peers, over TCP.
+
+mod frame;
+mod lane;
+mod peer;
+mod transfer;
+
+pub use frame::{Header, Operation, STATUS_OK, STATUS_REJECTED};
+pub use peer::{Peer, Peers};
+pub use transfer::{Job, Outcome, transfer};

@@ -1,0 +1,183 @@
+//! This process as a member of the cluster: known to the master, found by its peers.
+
+mod heartbeat;
+mod probe;
+mod segment;
+mod state;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvdock_plugin_api::{Error, ErrorKind, Host, LogLevel, Result};
+use parking_lot::{Condvar, Mutex};
+
+use crate::config::Config;
+use crate::data::Peers;
+use crate::limit::{Limit, Stop};
+use crate::metadata::Metadata;
+use crate::rpc::{Client, RpcError};
+use crate::wire::types::ReplicaType;
+use crate::wire::{Uuid, rpc};
+
+pub use segment::Lent;
+pub use state::State;
+
+/// How long one call to the master may take.
+pub const RPC_TIME: Duration = Duration::from_secs(10);
+/// How long requests of peers under way may take when this process leaves.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// A member of a cluster.
+#[derive(Debug)]
+pub struct Member {
+    pub host: Host,
+    pub master: Client,
+    heart: Client,
+    pub id: Uuid,
+    pub tenant: String,
+    pub peers: Peers,
+    pub lent: Option<Lent>,
+    pub state: State,
+    /// Counts up when the master has forgotten this client: what it said before means nothing any more.
+    pub epoch: AtomicU64,
+    /// Names whose puts are to be taken back, and which of their replicas.
+    revokes: Mutex<Vec<(String, ReplicaType)>>,
+    stopping: Mutex<bool>,
+    wake: Condvar,
+    left: AtomicBool,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What a failed call to the master means to the host.
+pub fn error_of(error: &RpcError) -> Error {
+    match error {
+        RpcError::Unreachable(_) | RpcError::Lost(_) => {
+            Error::new(ErrorKind::Unavailable, error.to_string()).retryable()
+        }
+        RpcError::Stopped(Stop::TimedOut) => Error::new(ErrorKind::TimedOut, error.to_string()).retryable(),
+        RpcError::Stopped(Stop::Cancelled) => Error::new(ErrorKind::Cancelled, error.to_string()),
+        RpcError::Incompatible(_) | RpcError::Failed(_) => Error::new(ErrorKind::Unavailable, error.to_string()),
+    }
+}
+
+impl Member {
+    /// Joins the cluster: looks whether the master is one to talk to, then lends it memory.
+    ///
+    /// # Errors
+    /// When the master can't be reached or is of another release, or the memory can't be lent.
+    pub fn join(config: &Config, ranks: u64, host: Host, limit: &Limit<'_>) -> Result<Arc<Member>> {
+        let wrong = |key: &str, why: String| Error::new(ErrorKind::InvalidConfig, format!("{key}: {why}"));
+        let metadata = Metadata::parse(&config.metadata).map_err(|why| wrong("metadata_server", why))?;
+        let master =
+            |connections| Client::new(&config.master, connections).map_err(|why| wrong("master_server_address", why));
+        let id = Uuid::random()
+            .map_err(|error| Error::new(ErrorKind::Unavailable, format!("no random numbers: {error}")))?;
+        let mut member = Member {
+            host,
+            master: master(config.master_connections)?,
+            heart: master(1)?,
+            id,
+            tenant: config.tenant.clone(),
+            peers: Peers::new(metadata, config.lanes),
+            lent: None,
+            state: State::new(host),
+            epoch: AtomicU64::new(0),
+            revokes: Mutex::default(),
+            stopping: Mutex::new(false),
+            wake: Condvar::new(),
+            left: AtomicBool::new(false),
+            threads: Mutex::default(),
+        };
+        probe::probe(&member, limit)?;
+        let share = config.segment / ranks.max(1);
+        if share > 0 {
+            member.lent = Some(Lent::serve(config, share, &member.peers)?);
+            member.mount(limit)?;
+        }
+        if config.check_server {
+            probe::wait_for_segment(config, limit)?;
+        }
+        let member = Arc::new(member);
+        let beating = member.clone();
+        let thread = std::thread::Builder::new()
+            .name("kvdock-mc-heart".to_owned())
+            .spawn(move || beating.beat())
+            .map_err(|error| Error::new(ErrorKind::Unavailable, format!("no thread for heartbeats: {error}")))?;
+        member.threads.lock().push(thread);
+        Ok(member)
+    }
+
+    /// The endpoint that replicas in this process's own memory have.
+    pub fn own_endpoint(&self) -> Option<&str> {
+        self.lent.as_ref().map(|lent| lent.segment.endpoint.as_str())
+    }
+
+    /// Has the puts of names taken back soon: when the call that began them has no time left for it.
+    pub fn revoke_later(&self, names: impl IntoIterator<Item = String>, kind: ReplicaType) {
+        self.revokes.lock().extend(names.into_iter().map(|name| (name, kind)));
+        self.wake.notify_all();
+    }
+
+    fn revoke_waiting(&self) {
+        let waiting = std::mem::take(&mut *self.revokes.lock());
+        for kind in [ReplicaType::ALL, ReplicaType::DISK] {
+            let names: Vec<&str> =
+                waiting.iter().filter(|(_, of)| *of == kind).map(|(name, _)| name.as_str()).collect();
+            if names.is_empty() {
+                continue;
+            }
+            let request = (self.id, names, kind, self.tenant.as_str());
+            if let Err(error) = self.heart.call::<rpc::BatchPutRevoke>(&request, &Limit::within(RPC_TIME)) {
+                // The master gives up unfinished puts by itself after a while.
+                self.host.log(LogLevel::Debug, "member", &format!("puts could not be taken back: {error}"));
+            }
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        *self.stopping.lock()
+    }
+
+    /// Waits, or less long when there is something to do. Says whether the thread should end.
+    fn pause(&self, time: Duration) -> bool {
+        let mut stopping = self.stopping.lock();
+        if !*stopping {
+            self.wake.wait_for(&mut stopping, time);
+        }
+        *stopping
+    }
+
+    /// Leaves the cluster. May be called again.
+    pub fn leave(&self) {
+        *self.stopping.lock() = true;
+        self.wake.notify_all();
+        for thread in self.threads.lock().drain(..) {
+            // A thread that panicked has ended too.
+            let _ = thread.join();
+        }
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.revoke_waiting();
+        if let Some(lent) = &self.lent {
+            let request = (lent.segment.id, self.id);
+            if let Err(error) = self.heart.call::<rpc::UnmountSegment>(&request, &Limit::within(DRAIN)) {
+                self.host.log(LogLevel::Info, "member", &format!("the segment was not unmounted: {error}"));
+            }
+            if let Metadata::Server(server) = self.peers.metadata()
+                && let Err(error) = server.withdraw(&lent.segment.name)
+            {
+                self.host.log(LogLevel::Info, "member", &error);
+            }
+            lent.server.stop(DRAIN);
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}

@@ -1,0 +1,68 @@
+//! How peers find one another: by a metadata server, or by asking the peer itself.
+
+mod descriptor;
+pub mod handshake;
+mod http;
+
+pub use descriptor::{Descriptor, Range};
+pub use http::MetadataServer;
+
+use crate::limit::Limit;
+use crate::net::split_address;
+
+/// Where the peers of one master publish what they offer. All of them use the same.
+#[derive(Debug)]
+pub enum Metadata {
+    /// Nowhere: each is asked directly, at the address that is its name.
+    Peer,
+    /// On an HTTP server.
+    Server(MetadataServer),
+}
+
+/// What is known of a peer.
+#[derive(Debug, Clone)]
+pub struct PeerInfo {
+    /// What it offers.
+    pub descriptor: Descriptor,
+    /// Host of its data port.
+    pub host: String,
+}
+
+impl Metadata {
+    /// From the configuration.
+    ///
+    /// # Errors
+    /// A text that says what is not right and what would be.
+    pub fn parse(text: &str) -> Result<Metadata, String> {
+        if text.eq_ignore_ascii_case("P2PHANDSHAKE") {
+            return Ok(Metadata::Peer);
+        }
+        if text.starts_with("http://") {
+            return MetadataServer::new(text).map(Metadata::Server);
+        }
+        let what = match text.split_once("://") {
+            Some(("etcd" | "redis" | "https", _)) => "is a metadata server that this version does not speak to",
+            _ => "is no metadata server",
+        };
+        Err(format!(
+            "{text:?} {what}; it takes \"P2PHANDSHAKE\" or the URL of an HTTP metadata server such as \"http://host:8080/metadata\""
+        ))
+    }
+
+    /// Asks for a peer by the endpoint that stands in a replica.
+    ///
+    /// # Errors
+    /// A text that says why nothing is known of it.
+    pub fn find(&self, endpoint: &str, limit: &Limit<'_>) -> Result<PeerInfo, String> {
+        let (descriptor, fallback) = match self {
+            Metadata::Peer => {
+                let (host, port) = split_address(endpoint).ok_or_else(|| format!("{endpoint:?} is no address"))?;
+                (handshake::ask(host, port, limit)?, host.to_owned())
+            }
+            Metadata::Server(server) => server.find(endpoint, limit)?,
+        };
+        descriptor.check()?;
+        let host = descriptor.tcp_data_host.clone().filter(|host| !host.is_empty()).unwrap_or(fallback);
+        Ok(PeerInfo { descriptor, host })
+    }
+}

@@ -1,0 +1,8 @@
+//! Serving: memory that this process lends to the store, and the sockets by which peers read and write it.
+
+mod memory;
+mod server;
+mod session;
+
+pub use memory::Memory;
+pub use server::{Figures, Server};

@@ -1,0 +1,38 @@
+//! Saying which pages are stored.
+
+use kvdock_plugin_api::{Exists, PageStatus, Result};
+
+use super::Store;
+use crate::member::{RPC_TIME, error_of};
+use crate::wire::rpc;
+
+impl Store {
+    /// Looks up the pages of an exists call: one question to the master for all pools. The pages that are there get a lease.
+    pub fn exists(&self, exists: &mut Exists<'_>) -> Result<()> {
+        let call = *exists.call();
+        call.check()?;
+        let mut asked: Vec<(usize, usize, String)> = Vec::new();
+        for (number, query) in exists.pools().iter().enumerate() {
+            let info = self.pool(&query.pool)?;
+            for (at, key) in exists.keys().iter().enumerate().skip(query.held_pages) {
+                asked.push((number, at, self.names.page(&info.tag, key)));
+            }
+        }
+        if asked.is_empty() {
+            return Ok(());
+        }
+        let names = asked.iter().map(|(_, _, name)| name.as_str()).collect();
+        let request = (names, self.member.tenant.as_str());
+        let limit = Store::limit(&call).at_most(RPC_TIME);
+        let found = self.member.master.call::<rpc::BatchExistKey>(&request, &limit);
+        let found = found.map_err(|error| {
+            Store::count(&self.figures.failures, 1);
+            error_of(&error)
+        })?;
+        for ((number, at, name), found) in asked.iter().zip(found) {
+            let there = found == Ok(true) && !self.failed_lately(name);
+            exists.set(*number, *at, if there { PageStatus::Ok } else { PageStatus::Missing });
+        }
+        Ok(())
+    }
+}
