@@ -8,6 +8,7 @@ mod config;
 mod doctor;
 mod machine;
 mod plugin;
+mod plugin_new;
 mod progress;
 mod serve;
 mod sink;
@@ -60,6 +61,17 @@ enum PluginCommand {
     /// One step of one rule, in a process of its own.
     #[command(hide = true)]
     CheckStep(check::StepArgs),
+    /// Write a storage plugin to start from: a crate that builds, passes its tests and serves.
+    New {
+        /// Folder for it, new or empty.
+        dir: PathBuf,
+        /// Name by which a configuration picks it: a-z, 0-9, "-" and "_". The folder's name, if it is not given.
+        #[arg(long)]
+        name: Option<String>,
+        /// Folder with the source of kvdock-plugin-api, where it is not beside this program.
+        #[arg(long, value_name = "PATH")]
+        api: Option<PathBuf>,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -108,6 +120,9 @@ pub fn main() -> ExitCode {
         Command::Plugin(PluginCommand::Info { name_or_path, settings }) => plugin::info(&name_or_path, settings),
         Command::Plugin(PluginCommand::Check(args)) => check::check(&args),
         Command::Plugin(PluginCommand::CheckStep(args)) => check::step(&args),
+        Command::Plugin(PluginCommand::New { dir, name, api }) => {
+            plugin_new::new(&dir, name.as_deref(), api.as_deref())
+        }
         Command::Config(ConfigCommand::Check { file }) => config::check(file),
         Command::Config(ConfigCommand::Reference) => config::reference(),
         Command::Doctor(settings) => doctor::doctor(settings),
@@ -158,6 +173,8 @@ mod tests {
             "kvdock plugin info file",
             "kvdock plugin check a.so --config {} --junit a.xml --rule load. --rule data.one_page",
             "kvdock plugin check --list",
+            "kvdock plugin new my-store",
+            "kvdock plugin new some/folder --name my-store --api kvdock/plugin-api",
             "kvdock config check a.toml",
             "kvdock config reference",
             "kvdock doctor",

@@ -1,0 +1,198 @@
+//! `kvdock plugin new`: writes a storage plugin to start from.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use super::{Failure, print};
+
+/// Version of the API crate that this program is built with.
+const API_VERSION: &str = env!("CARGO_PKG_VERSION");
+const API_CRATE: &str = "kvdock-plugin-api";
+
+/// The files of a new plugin; `{{...}}` stands for what [`Plugin::fill`] knows.
+const FILES: [(&str, &str); 6] = [
+    ("Cargo.toml", include_str!("template/manifest.toml")),
+    ("README.md", include_str!("template/readme.md")),
+    (".gitignore", include_str!("template/gitignore")),
+    ("src/lib.rs", include_str!("template/lib.rs")),
+    ("src/store.rs", include_str!("template/store.rs")),
+    ("src/tests.rs", include_str!("template/tests.rs")),
+];
+
+/// Where a new plugin finds the API crate.
+#[derive(Debug, PartialEq, Eq)]
+enum Api {
+    /// The folder of its source.
+    Path(PathBuf),
+    /// The registry.
+    Registry,
+}
+
+struct Plugin {
+    name: String,
+    api: String,
+}
+
+impl Plugin {
+    fn crate_name(&self) -> String {
+        format!("kvdock-plugin-{}", self.name)
+    }
+
+    fn library(&self) -> String {
+        format!("lib{}.so", self.crate_name().replace('-', "_"))
+    }
+
+    fn fill(&self, text: &str) -> String {
+        text.replace("{{name}}", &self.name)
+            .replace("{{crate}}", &self.crate_name())
+            .replace("{{library}}", &self.library())
+            .replace("{{api}}", &self.api)
+    }
+}
+
+/// Writes a new plugin into `dir`, which must be new or empty.
+pub(super) fn new(dir: &Path, name: Option<&str>, api: Option<&Path>) -> Result<ExitCode, Failure> {
+    let name = match name {
+        Some(name) => name.to_owned(),
+        None => name_of(dir)?,
+    };
+    check_name(&name)?;
+    let api = match api {
+        Some(folder) => Api::Path(given_api(folder)?),
+        None => found_api(),
+    };
+    let plugin = Plugin { name, api: dependency(&api)? };
+    check_empty(dir)?;
+    for (file, text) in FILES {
+        let path = dir.join(file);
+        let folder = path.parent().unwrap_or(dir);
+        fs::create_dir_all(folder)
+            .and_then(|()| fs::write(&path, plugin.fill(text)))
+            .map_err(|error| Failure(format!("{}: {error}", path.display())))?;
+    }
+    print(&report(dir, &plugin, &api))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The last part of the folder's path.
+fn name_of(dir: &Path) -> Result<String, Failure> {
+    // `.` and `..` have no name of their own.
+    let full = std::path::absolute(dir).map_err(|error| Failure(format!("{}: {error}", dir.display())))?;
+    let full = full.canonicalize().unwrap_or(full);
+    match full.file_name().and_then(|name| name.to_str()) {
+        Some(name) => Ok(name.to_owned()),
+        None => Err(Failure(format!("{}: no name for a plugin; give one with --name", dir.display()))),
+    }
+}
+
+/// Names are those of the boundary's note.
+fn check_name(name: &str) -> Result<(), Failure> {
+    let good = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_".contains(&byte);
+    if (1..=64).contains(&name.len()) && name.bytes().all(good) {
+        return Ok(());
+    }
+    Err(Failure(format!(
+        "{name:?} is no name for a plugin: expected 1 to 64 of the characters a-z, 0-9, \"-\" and \"_\"; give one with --name"
+    )))
+}
+
+fn check_empty(dir: &Path) -> Result<(), Failure> {
+    let wrong = |text: String| Err(Failure(format!("{}: {text}", dir.display())));
+    match fs::read_dir(dir) {
+        Ok(entries) => {
+            let mut names: Vec<String> =
+                entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+            names.sort();
+            match names.len() {
+                0 => Ok(()),
+                more => {
+                    let first: Vec<&str> = names.iter().take(3).map(String::as_str).collect();
+                    let rest = if more > 3 { format!(" and {} more", more - 3) } else { String::new() };
+                    wrong(format!("expected a new or empty folder, found {}{rest} in it", first.join(", ")))
+                }
+            }
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
+            wrong("expected a new or empty folder, found a file".to_owned())
+        }
+        Err(error) => wrong(error.to_string()),
+    }
+}
+
+/// Version of the API crate whose source lies in `folder`.
+fn api_version(folder: &Path) -> Result<String, String> {
+    let manifest = folder.join("Cargo.toml");
+    let read = |path: &Path| -> Result<toml::Table, String> {
+        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        text.parse().map_err(|error: toml::de::Error| format!("{}: {}", path.display(), error.message()))
+    };
+    let table = read(&manifest)?;
+    let package = table.get("package").and_then(toml::Value::as_table);
+    if package.and_then(|package| package.get("name")).and_then(toml::Value::as_str) != Some(API_CRATE) {
+        return Err(format!("{}: expected the package {API_CRATE}", manifest.display()));
+    }
+    match package.and_then(|package| package.get("version")) {
+        Some(toml::Value::String(version)) => Ok(version.clone()),
+        // Taken from the workspace around it.
+        _ => {
+            let workspace = folder.join("../Cargo.toml");
+            let version = read(&workspace)?.get("workspace").and_then(|w| w.get("package")?.get("version").cloned());
+            version.and_then(|v| v.as_str().map(str::to_owned)).ok_or_else(|| {
+                format!("{}: expected workspace.package.version, the version of {API_CRATE}", workspace.display())
+            })
+        }
+    }
+}
+
+fn given_api(folder: &Path) -> Result<PathBuf, Failure> {
+    api_version(folder).map_err(|error| Failure(format!("--api: {error}")))?;
+    folder.canonicalize().map_err(|error| Failure(format!("--api: {}: {error}", folder.display())))
+}
+
+/// The API crate of the tree that this program was built in: it lies above the program, or where it lay at build time.
+fn found_api() -> Api {
+    let program = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
+    let above = program.iter().flat_map(|path| path.ancestors().skip(1)).map(|folder| folder.join("plugin-api"));
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../plugin-api");
+    let ours = |folder: &PathBuf| api_version(folder).is_ok_and(|version| version == API_VERSION);
+    match above.chain([built]).find(ours).and_then(|folder| folder.canonicalize().ok()) {
+        Some(folder) => Api::Path(folder),
+        None => Api::Registry,
+    }
+}
+
+/// The dependency as it stands in a manifest, without its braces.
+fn dependency(api: &Api) -> Result<String, Failure> {
+    let version = format!("version = {}", toml::Value::from(API_VERSION));
+    match api {
+        Api::Registry => Ok(version),
+        Api::Path(folder) => match folder.to_str() {
+            Some(path) => Ok(format!("path = {}", toml::Value::from(path))),
+            None => Err(Failure(format!("{}: a manifest takes paths in UTF-8 only", folder.display()))),
+        },
+    }
+}
+
+fn report(dir: &Path, plugin: &Plugin, api: &Api) -> String {
+    let from = match api {
+        Api::Path(folder) => format!("{API_CRATE} comes from {}", folder.display()),
+        Api::Registry => format!(
+            "{API_CRATE} {API_VERSION} comes from the registry. If it is not published there, name the folder plugin-api \
+             of kvdock's source with --api"
+        ),
+    };
+    let (name, library, dir) = (&plugin.name, plugin.library(), dir.display());
+    format!(
+        "wrote the storage plugin {name} to {dir}; {from}\n\n\
+         cd {dir}\n\
+         cargo build --release\n\
+         kvdock plugin check target/release/{library}\n\
+         kvdock serve --set model.path=MODEL.gguf --set storage.backend={name} \\\n    \
+         --set 'storage.plugin_path=[\"target/release\"]' --set storage.{name}.dir=pages\n"
+    )
+}
+
+#[cfg(test)]
+mod tests;
