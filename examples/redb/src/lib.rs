@@ -425,7 +425,10 @@ export_plugin! {
 mod tests {
     use std::sync::atomic::AtomicU32;
 
-    use kvdock_plugin_api::mock::{Instance, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of};
+    use kvdock_plugin_api::conformance::Suite;
+    use kvdock_plugin_api::mock::{
+        Instance, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of,
+    };
 
     use super::*;
 
@@ -437,6 +440,11 @@ mod tests {
     fn attach(folder: &Path, more: &str, model: &str, pool: &MockPool) -> Result<Instance> {
         let config = format!(r#"{{"path": "{}/pages.redb"{more}}}"#, folder.display());
         MockHost::new().attach(table_of(kvdock_plugin_entry)?, &config, &identity(model), &[pool])
+    }
+
+    #[test]
+    fn it_keeps_the_contract() {
+        Suite::new(kvdock_plugin_entry, &KVDOCK_NOTE_SOURCE).run().assert_passed();
     }
 
     #[test]

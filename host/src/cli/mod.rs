@@ -8,6 +8,7 @@ mod config;
 mod doctor;
 mod machine;
 mod plugin;
+mod plugin_bench;
 mod plugin_new;
 mod progress;
 mod serve;
@@ -72,6 +73,11 @@ enum PluginCommand {
         #[arg(long, value_name = "PATH")]
         api: Option<PathBuf>,
     },
+    /// Measure a plugin on this machine: throughput and latency of its calls, beside a copy in memory.
+    Bench(plugin_bench::Options),
+    /// What `bench` starts to call the plugin.
+    #[command(hide = true)]
+    BenchWorker,
 }
 
 #[derive(Debug, Subcommand)]
@@ -120,6 +126,8 @@ pub fn main() -> ExitCode {
         Command::Plugin(PluginCommand::Info { name_or_path, settings }) => plugin::info(&name_or_path, settings),
         Command::Plugin(PluginCommand::Check(args)) => check::check(&args),
         Command::Plugin(PluginCommand::CheckStep(args)) => check::step(&args),
+        Command::Plugin(PluginCommand::Bench(options)) => plugin_bench::bench(&options),
+        Command::Plugin(PluginCommand::BenchWorker) => Ok(plugin_bench::run_worker()),
         Command::Plugin(PluginCommand::New { dir, name, api }) => {
             plugin_new::new(&dir, name.as_deref(), api.as_deref())
         }
@@ -174,6 +182,7 @@ mod tests {
             "kvdock plugin check a.so --config {} --junit a.xml --rule load. --rule data.one_page",
             "kvdock plugin check --list",
             "kvdock plugin new my-store",
+            "kvdock plugin bench target/release/libmine.so --quick --json out.jsonl --config {}",
             "kvdock plugin new some/folder --name my-store --api kvdock/plugin-api",
             "kvdock config check a.toml",
             "kvdock config reference",

@@ -10,7 +10,10 @@ use super::{MockHost, MockLinker, MockPool};
 use crate::v0_1::{
     self, BackendTable, BatchArgs, CallContext, ErrorOut, ExistsArgs, PageKey, PoolDesc, PoolTransfer, Stats,
 };
-use crate::{CacheMode, ClearScope, Error, ErrorKind, Health, HealthState, Identity, PageStatus, Result, monotonic_ns};
+use crate::{
+    CacheMode, Capabilities, ClearScope, Error, ErrorKind, Health, HealthState, Identity, PageStatus, Result,
+    monotonic_ns,
+};
 
 /// Deadline, cancel flag and chain position of a call.
 #[derive(Debug, Clone, Copy, Default)]
@@ -227,6 +230,17 @@ impl Instance {
         call(|error| unsafe { (table.open)(&raw const args, &raw mut this, error) })?;
         assert!(!this.is_null(), "an open that succeeds gives an instance");
         Ok(Instance { table, this, pools: Mutex::default(), closed: Cell::new(false) })
+    }
+
+    /// `capabilities`: what this instance can do.
+    ///
+    /// # Errors
+    /// What the plugin answers.
+    pub fn capabilities(&self) -> Result<Capabilities> {
+        let mut out = v0_1::CapabilitiesOut { flags: 0, alignment: 1, preferred_batch: 0, concurrency: 0, reserved: 0 };
+        // SAFETY: `out` lives through the call, and the instance is open.
+        call(|error| unsafe { (self.table.capabilities)(self.this, &raw mut out, error) })?;
+        Ok(Capabilities::from_raw(&out))
     }
 
     fn hold(&self, pools: &[&MockPool]) {

@@ -393,6 +393,40 @@ impl MockPool {
         }
     }
 
+    /// Writes bytes from byte `offset` of a page on, through its segments; what lies beyond the page is left out.
+    ///
+    /// # Panics
+    /// When there is no such page.
+    pub fn write_at(&self, page: u32, offset: usize, bytes: &[u8]) {
+        let mut at = 0;
+        for (piece, len) in self.pieces(page) {
+            let (from, to) = (offset.max(at), (offset + bytes.len()).min(at + len));
+            if from < to {
+                let part = &bytes[from - offset..to - offset];
+                // SAFETY: within the mapping, as above.
+                unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), piece.wrapping_add(from - at), part.len()) };
+            }
+            at += len;
+        }
+    }
+
+    /// Reads bytes from byte `offset` of a page on, as [`MockPool::write_at`] writes them.
+    ///
+    /// # Panics
+    /// When there is no such page.
+    pub fn read_at(&self, page: u32, offset: usize, bytes: &mut [u8]) {
+        let mut at = 0;
+        for (piece, len) in self.pieces(page) {
+            let (from, to) = (offset.max(at), (offset + bytes.len()).min(at + len));
+            if from < to {
+                let part = &mut bytes[from - offset..to - offset];
+                // SAFETY: within the mapping, as in `read`.
+                unsafe { std::ptr::copy_nonoverlapping(piece.wrapping_add(from - at), part.as_mut_ptr(), part.len()) };
+            }
+            at += len;
+        }
+    }
+
     /// The pattern for a seed: bytes that no other seed and no shifted position has.
     pub fn pattern(&self, seed: u64) -> Vec<u8> {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d;

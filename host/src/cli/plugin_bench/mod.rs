@@ -1,0 +1,316 @@
+//! `kvdock plugin bench`: what a plugin costs on this machine, beside a copy in memory.
+//!
+//! The plugin is called in a process of its own (`worker`), which tells its results line by line. A plugin that crashes or hangs
+//! ends that process, and this one says so.
+
+mod cold;
+mod event;
+mod measure;
+mod plan;
+mod table;
+mod worker;
+
+use std::any::Any;
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::{Map, Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::machine::{cpus, memory, size};
+use super::{Failure, print, say};
+use crate::plugin::schema::validate;
+use crate::plugin::{PluginInfo, inspect};
+use event::Event;
+use plan::Plan;
+pub(super) use worker::run as run_worker;
+
+/// Exit code when nothing could be measured.
+const COULD_NOT: u8 = 2;
+/// Stands for a fresh folder in a configuration.
+const SCRATCH: &str = "{scratch}";
+
+/// What to measure.
+#[derive(Debug, Args)]
+pub(super) struct Options {
+    /// The plugin's file.
+    path: PathBuf,
+    /// Its configuration as a JSON object; "{scratch}" in it stands for a fresh folder. The one that the plugin declares for checks,
+    /// if it is not given.
+    #[arg(long, value_name = "JSON")]
+    config: Option<String>,
+    /// Folder in which the fresh folder is made, such as one on the disk to be measured. The system's folder for temporary files,
+    /// if it is not given.
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
+    /// Fewer sizes and less time for each: seconds instead of a minute.
+    #[arg(long)]
+    quick: bool,
+    /// Write the results to this file too, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Measures a plugin. Exit code 0, or 2 when it could not be measured to the end.
+pub(super) fn bench(options: &Options) -> Result<ExitCode, Failure> {
+    match measure(options) {
+        Ok(code) => Ok(code),
+        Err(Failure(text)) => {
+            text.lines().for_each(|line| say(&format!("error: {line}")));
+            Ok(ExitCode::from(COULD_NOT))
+        }
+    }
+}
+
+fn measure(options: &Options) -> Result<ExitCode, Failure> {
+    let info = inspect(&options.path).map_err(Failure::new)?;
+    let parent = options.scratch.clone().unwrap_or_else(std::env::temp_dir);
+    let scratch = tempfile::Builder::new()
+        .prefix("kvdock-bench-")
+        .tempdir_in(&parent)
+        .map_err(|error| Failure(format!("{}: no folder can be made in it: {error}", parent.display())))?;
+    let (config, in_scratch) = config(&info, options.config.as_deref(), scratch.path())?;
+    let plan = Plan {
+        plugin: options.path.clone(),
+        config,
+        scratch: in_scratch.then(|| scratch.path().to_owned()),
+        quick: options.quick,
+        pool_bytes: Plan::pool_bytes(memory().map(|memory| memory.available)),
+    };
+    let mut report = Report { json: None, said: Vec::new() };
+    if let Some(path) = &options.json {
+        let file = File::create(path).map_err(|error| Failure(format!("--json: {}: {error}", path.display())))?;
+        report.json = Some((file, path.clone()));
+    }
+    report.begin(&info, &plan, in_scratch.then_some(parent.as_path()))?;
+    let mut worker = Worker::start(&plan)?;
+    let result = worker.follow(&mut report);
+    worker.end();
+    result?;
+    print(FOOTER)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+const FOOTER: &str = "\n\
+    p50 and p99 are times of a whole call. Throughput is of all threads together; \"of copy\" is that beside a copy of the\n\
+    same pages in memory. \"get\" reads what was stored just before, which the system may still have in memory; \"get, cold\"\n\
+    reads with a new instance, after the store's files were dropped from the page cache.\n";
+
+/// The configuration to open the plugin with, and whether it names the scratch folder.
+fn config(info: &PluginInfo, given: Option<&str>, scratch: &Path) -> Result<(Map<String, Value>, bool), Failure> {
+    let text = given.map_or_else(|| info.note.check_config.to_string(), str::to_owned);
+    let wrong = |error: String| Failure(format!("--config: {error}"));
+    let folder = scratch.to_str().ok_or_else(|| Failure(format!("{}: no UTF-8", scratch.display())))?;
+    let value: Value = serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    let in_scratch = text.contains(SCRATCH);
+    let config = match fill(value, folder) {
+        Value::Object(config) => config,
+        Value::Null if given.is_none() => Map::new(),
+        other => return Err(wrong(format!("expected a JSON object, found {other}"))),
+    };
+    validate(&info.note.name, &info.note.config_schema, &config).map_err(Failure)?;
+    Ok((config, in_scratch))
+}
+
+fn fill(value: Value, folder: &str) -> Value {
+    match value {
+        Value::String(text) => Value::String(text.replace(SCRATCH, folder)),
+        Value::Array(values) => values.into_iter().map(|value| fill(value, folder)).collect(),
+        Value::Object(map) => map.into_iter().map(|(key, value)| (key, fill(value, folder))).collect(),
+        other => other,
+    }
+}
+
+/// What a panic said.
+fn panicked(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+    format!("a call broke a rule of the boundary: {text}")
+}
+
+/// Where results go.
+struct Report {
+    json: Option<(File, PathBuf)>,
+    said: Vec<String>,
+}
+
+impl Report {
+    fn begin(&mut self, info: &PluginInfo, plan: &Plan, scratch: Option<&Path>) -> Result<(), Failure> {
+        let note = &info.note;
+        let shown = validate(&note.name, &note.config_schema, &plan.config).map_err(Failure)?;
+        let (shown, cores, pool) = (Value::Object(shown), cpus(), size(plan.pool_bytes));
+        let place = scratch.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
+        print(&format!(
+            "{} {}, config {shown}\n{cores} processors, {pool} of memory, at most {} stored at a time{place}\n\n{}",
+            note.name,
+            note.version,
+            size(plan.most_stored(note.capabilities.concurrency)),
+            table::header()
+        ))?;
+        self.write(&json!({
+            "plugin": note.name,
+            "version": note.version,
+            "sha256": info.sha256_hex(),
+            "config": shown,
+            "processors": cores,
+            "quick": plan.quick,
+        }))
+    }
+
+    fn write(&mut self, line: &Value) -> Result<(), Failure> {
+        match &mut self.json {
+            Some((file, path)) => {
+                writeln!(file, "{line}").map_err(|error| Failure(format!("--json: {}: {error}", path.display())))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn row(&mut self, row: &event::Row) -> Result<(), Failure> {
+        print(&table::row(row))?;
+        self.write(&serde_json::to_value(row).map_err(Failure::new)?)
+    }
+
+    /// Once each: a store that is full says so in every shape.
+    fn note(&mut self, text: String) -> Result<(), Failure> {
+        if self.said.contains(&text) {
+            return Ok(());
+        }
+        print(&format!("note: {text}\n"))?;
+        self.write(&json!({ "note": text }))?;
+        self.said.push(text);
+        Ok(())
+    }
+}
+
+/// The process that calls the plugin.
+struct Worker {
+    child: Child,
+    lines: mpsc::Receiver<Line>,
+    signals: signal_hook::iterator::Handle,
+    silence: Duration,
+}
+
+/// What comes from the worker, or from the user.
+enum Line {
+    Text(String),
+    Interrupt,
+    End,
+}
+
+impl Worker {
+    fn start(plan: &Plan) -> Result<Worker, Failure> {
+        let cannot = |what: &str, error: &dyn std::fmt::Display| Failure(format!("{what}: {error}"));
+        let program =
+            std::env::current_exe().map_err(|error| cannot("the path of this program is not known", &error))?;
+        let mut child = Command::new(program)
+            .args(["plugin", "bench-worker"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| cannot("the process that calls the plugin can't be started", &error))?;
+        let (sender, lines) = mpsc::channel();
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|error| cannot("signals", &error))?;
+        let handle = signals.handle();
+        // From here on the worker ends with `Worker`.
+        let worker = Worker { child, lines, signals: handle, silence: plan.silence() };
+        let to_us = sender.clone();
+        std::thread::spawn(move || signals.forever().try_for_each(|_| to_us.send(Line::Interrupt).ok()));
+        if let Some(stdout) = stdout {
+            std::thread::spawn(move || {
+                // What the plugin prints may be no UTF-8.
+                for line in BufReader::new(stdout).split(b'\n').map_while(Result::ok) {
+                    if sender.send(Line::Text(String::from_utf8_lossy(&line).into_owned())).is_err() {
+                        return;
+                    }
+                }
+                let _ = sender.send(Line::End);
+            });
+        }
+        let text = serde_json::to_string(plan).map_err(Failure::new)?;
+        if let Some(mut stdin) = stdin {
+            stdin.write_all(text.as_bytes()).map_err(|error| cannot("the process that calls the plugin", &error))?;
+        }
+        Ok(worker)
+    }
+
+    /// Prints results until the end.
+    fn follow(&mut self, report: &mut Report) -> Result<(), Failure> {
+        let mut doing = "starting".to_owned();
+        loop {
+            match self.lines.recv_timeout(self.silence) {
+                Ok(Line::Text(line)) => match serde_json::from_str(&line) {
+                    Ok(Event::Doing { what }) => doing = what,
+                    Ok(Event::Row(row)) => report.row(&row)?,
+                    Ok(Event::Note { text }) => report.note(text)?,
+                    Ok(Event::Failed { text }) => return Err(Failure(text)),
+                    Ok(Event::Done) => return Ok(()),
+                    Err(_) => say(&format!("the plugin printed: {line}")),
+                },
+                Ok(Line::Interrupt) => return Err(Failure("interrupted".to_owned())),
+                Ok(Line::End) | Err(RecvTimeoutError::Disconnected) => {
+                    let how = self.child.wait().map_or_else(|error| error.to_string(), ended);
+                    return Err(Failure(format!("the plugin ended its process ({how}) during {doing}")));
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(Failure(format!(
+                        "the plugin hangs in {doing}: nothing has come back for {} s, and the call's deadline has long passed",
+                        self.silence.as_secs()
+                    )));
+                }
+            }
+        }
+    }
+
+    fn end(&mut self) {
+        // It may hang, or have ended; both are fine here.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.signals.close();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// How a process ended.
+fn ended(status: ExitStatus) -> String {
+    match status.signal() {
+        Some(libc::SIGSEGV) => "SIGSEGV: it touched memory that is not there".to_owned(),
+        Some(libc::SIGBUS) => "SIGBUS".to_owned(),
+        Some(libc::SIGABRT) => "SIGABRT: it aborted".to_owned(),
+        Some(libc::SIGILL) => "SIGILL".to_owned(),
+        Some(libc::SIGKILL) => "SIGKILL: perhaps the system had no memory left".to_owned(),
+        Some(signal) => format!("signal {signal}"),
+        None => format!("exit code {}", status.code().unwrap_or_default()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scratch_is_filled_in_at_every_depth() {
+        let filled = fill(json!({"a": ["{scratch}/x", 1], "b": {"c": "{scratch}"}, "d": "plain"}), "/s");
+        assert_eq!(filled, json!({"a": ["/s/x", 1], "b": {"c": "/s"}, "d": "plain"}));
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_said_in_words() {
+        assert!(ended(ExitStatus::from_raw(libc::SIGSEGV)).starts_with("SIGSEGV"));
+        assert_eq!(ended(ExitStatus::from_raw(7 << 8)), "exit code 7");
+        assert_eq!(ended(ExitStatus::from_raw(libc::SIGUSR1)), "signal 10");
+    }
+}

@@ -1,0 +1,158 @@
+//! What is measured, and within which bounds.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+const KIB: u64 = 1024;
+const MIB: u64 = 1024 * KIB;
+
+/// Memory of the pool at most.
+const POOL_BYTES: u64 = 512 * MIB;
+/// What one shape stores at most, unless one batch for each thread is more.
+const SHAPE_BYTES: u64 = 256 * MIB;
+/// What a store that can't be emptied is given at most, all shapes together.
+pub(super) const KEPT_BYTES: u64 = 2048 * MIB;
+/// Threads at most, whatever the plugin likes.
+const MOST_THREADS: u32 = 16;
+
+/// What the worker process is told.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Plan {
+    /// The plugin's file.
+    pub plugin: PathBuf,
+    /// Its configuration.
+    pub config: Map<String, Value>,
+    /// The fresh folder in the configuration, if it names one.
+    pub scratch: Option<PathBuf>,
+    /// Few shapes, and less time for each.
+    pub quick: bool,
+    /// Memory that the pool may take.
+    pub pool_bytes: u64,
+}
+
+/// Pages of a size, so many a call, on so many threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub page_bytes: u64,
+    pub batch: u32,
+    pub threads: u32,
+}
+
+impl Shape {
+    /// Pages that are in flight at once.
+    pub fn pages(&self) -> u64 {
+        u64::from(self.batch) * u64::from(self.threads)
+    }
+
+    /// Pages that each thread stores at most: whole batches.
+    pub fn stored_each(&self) -> u64 {
+        let each = SHAPE_BYTES / self.page_bytes / u64::from(self.threads);
+        (each / u64::from(self.batch)).max(1) * u64::from(self.batch)
+    }
+
+    /// Bytes that it stores at most.
+    pub fn stored_bytes(&self) -> u64 {
+        self.stored_each() * u64::from(self.threads) * self.page_bytes
+    }
+}
+
+impl Plan {
+    /// Memory for the pool on a machine that has `available` bytes: never more than a quarter of them.
+    pub fn pool_bytes(available: Option<u64>) -> u64 {
+        available.map_or(POOL_BYTES, |bytes| POOL_BYTES.min(bytes / 4))
+    }
+
+    pub fn page_sizes(&self) -> &'static [u64] {
+        if self.quick { &[64 * KIB, MIB] } else { &[64 * KIB, MIB, 4 * MIB] }
+    }
+
+    /// Shapes for pages of a size on a plugin that likes `concurrency` calls at a time, and those that the memory is too small for.
+    pub fn shapes(&self, page_bytes: u64, concurrency: u32) -> (Vec<Shape>, Vec<Shape>) {
+        let batches: &[u32] = if self.quick { &[1, 32] } else { &[1, 32, 128] };
+        let mut threads = vec![1, concurrency.clamp(1, MOST_THREADS)];
+        threads.dedup();
+        batches
+            .iter()
+            .flat_map(|batch| threads.iter().map(|threads| Shape { page_bytes, batch: *batch, threads: *threads }))
+            .partition(|shape| shape.pages() * page_bytes <= self.pool_bytes)
+    }
+
+    /// Bytes that are stored at a time at most, by a store that can be emptied.
+    pub fn most_stored(&self, concurrency: u32) -> u64 {
+        let shapes = self.page_sizes().iter().flat_map(|page_bytes| self.shapes(*page_bytes, concurrency).0);
+        shapes.map(|shape| shape.stored_bytes()).max().unwrap_or(0)
+    }
+
+    /// Time for one kind of call in one shape.
+    pub fn slice(&self) -> Duration {
+        Duration::from_millis(if self.quick { 150 } else { 600 })
+    }
+
+    /// Time that the plugin has for one call.
+    pub fn deadline(&self) -> Duration {
+        Duration::from_secs(if self.quick { 3 } else { 10 })
+    }
+
+    /// Without a word of the worker for so long, the plugin does not come back.
+    pub fn silence(&self) -> Duration {
+        self.deadline() * 3
+    }
+
+    /// Time for all of it; what has not begun then is left out.
+    pub fn total(&self) -> Duration {
+        Duration::from_secs(if self.quick { 15 } else { 50 })
+    }
+}
+
+/// `size` bytes for people: page sizes are whole numbers of KiB or MiB.
+pub(super) fn page_size(bytes: u64) -> String {
+    match bytes % MIB {
+        0 => format!("{} MiB", bytes / MIB),
+        _ => format!("{} KiB", bytes / KIB),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(pool_bytes: u64) -> Plan {
+        Plan { plugin: PathBuf::new(), config: Map::new(), scratch: None, quick: false, pool_bytes }
+    }
+
+    #[test]
+    fn every_shape_fits_the_pool_and_the_others_are_named() {
+        let plan = plan(POOL_BYTES);
+        let (fit, too_big) = plan.shapes(4 * MIB, 4);
+        assert!(fit.iter().all(|shape| shape.pages() * shape.page_bytes <= POOL_BYTES));
+        assert_eq!(too_big, [Shape { page_bytes: 4 * MIB, batch: 128, threads: 4 }]);
+        assert_eq!(plan.shapes(64 * KIB, 4).0.len(), 6);
+        assert_eq!(plan.shapes(64 * KIB, 1).0.len(), 3, "one thread is measured once");
+        assert_eq!(plan.shapes(64 * KIB, 0).0[0].threads, 1);
+    }
+
+    #[test]
+    fn what_a_shape_stores_is_bounded() {
+        for page_bytes in [64 * KIB, MIB, 4 * MIB] {
+            for shape in plan(POOL_BYTES).shapes(page_bytes, 4).0 {
+                assert!(shape.stored_bytes() <= SHAPE_BYTES.max(shape.pages() * page_bytes), "{shape:?}");
+                assert_eq!(shape.stored_each() % u64::from(shape.batch), 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_small_machine_has_a_small_pool() {
+        assert_eq!(Plan::pool_bytes(None), POOL_BYTES);
+        assert_eq!(Plan::pool_bytes(Some(64 << 30)), POOL_BYTES);
+        assert_eq!(Plan::pool_bytes(Some(400 * MIB)), 100 * MIB);
+    }
+
+    #[test]
+    fn sizes_for_people() {
+        assert_eq!((page_size(64 * KIB), page_size(4 * MIB)), ("64 KiB".to_owned(), "4 MiB".to_owned()));
+    }
+}
