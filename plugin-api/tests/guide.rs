@@ -1,8 +1,6 @@
-//! The code in GUIDE.md is the example in examples/rust-minimal to the letter, and that example works.
+//! The code in GUIDE.md is the example in examples/redb to the letter. That the example builds and passes the check is tested in
+//! tests/tests/authors.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails")]
-
-#[path = "../../examples/rust-minimal/src/lib.rs"]
-mod example;
 
 use std::path::Path;
 
@@ -18,18 +16,37 @@ fn blocks(language: &str) -> Vec<String> {
     guide.split(&fence).skip(1).map(|rest| rest.split("```\n").next().unwrap().to_owned()).collect()
 }
 
+/// Fails at the first line that differs.
+fn assert_same(guide: &str, example: &str, file: &str) {
+    for (number, (guide, example)) in guide.lines().zip(example.lines()).enumerate() {
+        assert_eq!(guide, example, "line {} of {file} (right) is another in the guide (left)", number + 1);
+    }
+    assert_eq!(guide, example, "{file}: the guide (left) ends elsewhere");
+}
+
 #[test]
 fn the_code_of_the_guide_is_the_example() {
-    assert_eq!(blocks("rust").join("\n"), read("../examples/rust-minimal/src/lib.rs"));
+    assert_same(&blocks("rust").join("\n"), &read("../examples/redb/src/lib.rs"), "examples/redb/src/lib.rs");
 }
 
 #[test]
 fn the_manifest_of_the_guide_is_the_example() {
-    assert_eq!(blocks("toml").first(), Some(&read("../examples/rust-minimal/Cargo.toml")));
+    let manifest = read("../examples/redb/Cargo.toml");
+    assert_same(&blocks("toml")[0], &manifest, "examples/redb/Cargo.toml");
 }
 
 #[test]
-fn the_example_exports_a_plugin() {
-    let table = kvdock_plugin_api::mock::table_of(example::kvdock_plugin_entry).unwrap();
-    assert!(table.linker.is_null());
+fn the_headings_that_the_guide_links_to_are_there() {
+    let guide = read("GUIDE.md");
+    let anchor = |heading: &str| -> String {
+        let kept =
+            heading.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -".contains(*c)).collect::<String>();
+        kept.replace(' ', "-")
+    };
+    let anchors: Vec<String> = guide.lines().filter_map(|line| line.strip_prefix("## ")).map(anchor).collect();
+    let links: Vec<&str> = guide.split("](#").skip(1).map(|rest| rest.split(')').next().unwrap()).collect();
+    assert!(links.len() > 10);
+    for link in links {
+        assert!(anchors.iter().any(|anchor| anchor == link), "no heading for #{link} in {anchors:?}");
+    }
 }

@@ -53,8 +53,8 @@ fn measure(plan: &Plan) -> Result<(), String> {
     doing("loading the plugin");
     let library = library::load(&plan.plugin, None).map_err(|refusal| refusal.to_string())?;
     let host = MockHost::new();
-    let mut work =
-        Work { plan, table: library.table(), host, until: Instant::now() + plan.total(), kept: 0, shapes: 0 };
+    let table = library.table().ok_or("its note names no ABI version 0.1, by which plugins are measured")?;
+    let mut work = Work { plan, table, host, until: Instant::now() + plan.total(), kept: 0, shapes: 0 };
     let result = plan.page_sizes().iter().try_for_each(|page_bytes| {
         if Instant::now() >= work.until {
             note(format!("time is up: pages of {} left out", page_size(*page_bytes)));

@@ -1,9 +1,11 @@
-//! The plugin as kvdock sees it, without kvdock: `mock` is a host that has pools and no model.
+//! The plugin as kvdock sees it, without kvdock: `mock` is a host that has pools and no model, and
+//! `conformance` the rules behind `kvdock plugin check`.
 
 use std::path::Path;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
+use kvdock_plugin_api::conformance::Suite;
 use kvdock_plugin_api::mock::{
     Instance, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of,
 };
@@ -23,6 +25,13 @@ fn attach(dir: &Path, more: &str, model: &str, pool: &MockPool) -> Result<Instan
         &identity(model),
         &[pool],
     )
+}
+
+#[test]
+fn it_keeps_the_contract() {
+    Suite::new(kvdock_plugin_entry, &KVDOCK_NOTE_SOURCE)
+        .run()
+        .assert_passed();
 }
 
 #[test]
