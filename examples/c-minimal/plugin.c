@@ -118,6 +118,12 @@ static kvdock_status c_register_anchor(void *this, const kvdock_call_context *co
     struct instance *instance = this;
     pthread_mutex_lock(&instance->lock);
     kvdock_status status = pools_add(&instance->pools, desc, KVDOCK_POOL_ROLE_ANCHOR, error);
+    if (status == 0) {
+        status = pools_check_indices(&instance->pools, error);
+        if (status != 0) {
+            pools_remove(&instance->pools, &instance->pools.list[instance->pools.count - 1]);
+        }
+    }
     pthread_mutex_unlock(&instance->lock);
     return status;
 }
@@ -149,12 +155,15 @@ static kvdock_status c_unregister(void *this, const kvdock_call_context *context
     struct instance *instance = this;
     kvdock_status status = 0;
     pthread_mutex_lock(&instance->lock);
-    for (uint64_t i = 0; i < count; i++) {
+    for (uint64_t i = 0; i < count && status == 0; i++) {
+        if (pools_find(&instance->pools, ids[i]) == NULL) {
+            status = fail(error, KVDOCK_ERROR_KIND_NOT_FOUND, "pool %u is not registered", ids[i]);
+        }
+    }
+    for (uint64_t i = 0; i < count && status == 0; i++) {
         struct pool *pool = pools_find(&instance->pools, ids[i]);
         if (pool != NULL) {
             pools_remove(&instance->pools, pool);
-        } else {
-            status = fail(error, KVDOCK_ERROR_KIND_NOT_FOUND, "pool %u is not registered", ids[i]);
         }
     }
     pthread_mutex_unlock(&instance->lock);

@@ -94,6 +94,9 @@ kvdock_status pools_add(struct pools *pools, const kvdock_pool_desc *desc, uint3
                     desc->pool, (unsigned long long)desc->name.len, POOL_NAME_BYTES - 1);
     }
     memcpy(pool.name, desc->name.ptr, desc->name.len);
+    if (strlen(pool.name) != desc->name.len) {
+        return fail(error, KVDOCK_ERROR_KIND_INVALID_CONFIG, "pool %u: its name has a zero byte in it", desc->pool);
+    }
     if (desc->role != role) {
         return fail(error, KVDOCK_ERROR_KIND_INVALID_CONFIG, "pool %s: this call does not take the role %u", pool.name,
                     desc->role);
@@ -104,6 +107,14 @@ kvdock_status pools_add(struct pools *pools, const kvdock_pool_desc *desc, uint3
     if (desc->hit_policy < KVDOCK_HIT_POLICY_ALL_PAGES || desc->hit_policy > KVDOCK_HIT_POLICY_BLOCK_GROUPS) {
         return fail(error, KVDOCK_ERROR_KIND_INVALID_CONFIG, "pool %s: hit policy %u is not known", pool.name,
                     desc->hit_policy);
+    }
+    if (desc->dtype > KVDOCK_DTYPE_F8_E5_M2) {
+        return fail(error, KVDOCK_ERROR_KIND_INVALID_CONFIG, "pool %s: element type %u is not known", pool.name,
+                    desc->dtype);
+    }
+    if (desc->seal_segment != KVDOCK_NONE && desc->seal_segment >= desc->segment_count) {
+        return fail(error, KVDOCK_ERROR_KIND_INVALID_CONFIG, "pool %s: the seal is segment %u, there are %llu",
+                    pool.name, desc->seal_segment, (unsigned long long)desc->segment_count);
     }
     if (pools->count == MOST_POOLS) {
         return fail(error, KVDOCK_ERROR_KIND_UNSUPPORTED, "more than %d pools", MOST_POOLS);
