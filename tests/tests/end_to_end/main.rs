@@ -3,6 +3,7 @@
 // A test that cannot go on panics: that is how it fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod broken;
 mod clients;
 mod faults;
 mod kills;
