@@ -4,9 +4,10 @@
 //! benchmark itself. What differs between the two is the boundary alone.
 
 use std::collections::HashSet;
+use std::ffi::c_void;
 use std::sync::{PoisonError, RwLock};
 
-use kvdock_plugin_api::v0_1::{PageKey, Stats};
+use kvdock_plugin_api::v0_1::{ErrorOut, ExistsArgs, PageKey, Stats, Status};
 use kvdock_plugin_api::{
     Backend, Batch, Call, Capabilities, Exists, Get, NoLinker, Open, PageStatus, Result, Set, export_plugin,
 };
@@ -63,7 +64,16 @@ impl Backend for Keys {
 export_plugin! {
     backend: Keys,
     name: "bench-keys",
-    capabilities: Capabilities::NONE,
+    capabilities: Capabilities { logical_pools: true, ..Capabilities::NONE },
     config_schema: r#"{"type": "object", "additionalProperties": false}"#,
     check_config: "{}",
+}
+
+/// What the table has as `batch_exists`, as a function to link against.
+///
+/// # Safety
+/// As for the function of the table.
+pub unsafe fn exists(instance: *mut c_void, args: *const ExistsArgs, error: *mut ErrorOut) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { (KVDOCK_TABLE.batch_exists)(instance, args, error) }
 }

@@ -1,81 +1,182 @@
-//! What a call through the boundary costs beside the same code linked in.
+//! What a call through the boundary costs beside the same code linked in, and what the host puts around it.
 
-use std::hint::black_box;
-use std::path::Path;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use kvdock_plugin_api::mock::{Instance, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of};
-use kvdock_plugin_api::v0_1::{BackendTable, ENTRY_SYMBOL, EntryFn};
+use kvdock::cache::Guarded;
+use kvdock::config::BackendTable;
+use kvdock::plugin::backend::{
+    CallOptions, ChainInfo, HostPoolDescription, HostPoolSegment, PageStatus, StorageBackend,
+};
+use kvdock::plugin::instance::Instance;
+use kvdock::plugin::open::{OpenRequest, open};
+use kvdock::plugin::state::StateCell;
+use kvdock::plugin::{AbiVersions, Namespace, PAGE_FORMAT, WorkerIdentity};
+use kvdock_plugin_api::Dtype;
 
+use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::side_by_side;
-use crate::{Bench, keys};
+use crate::store::Store;
 
-/// Calls in one sample.
+/// Calls in one sample of the raw call.
 const CALLS: u32 = 100_000;
+
+/// Calls in one sample of what the host puts around it.
+const GUARDED_CALLS: u32 = 2_000;
+
+/// Calls whose instructions are counted.
+const COUNTED: u64 = 2_000;
 
 /// Adds the rows.
 ///
 /// # Errors
 /// When the plugin can't be loaded or called.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
+    let examples = kvdock_tests::paths::build().join("examples");
+    let library = examples.join("libbench_keys.so");
     let name = "boundary, batch_exists of 1 key (ns), peer the same code linked in";
-    if !bench.wants(name) {
+    if bench.wants(name) {
+        let (loaded, linked) = (Store::loaded(&library)?, Store::linked()?);
+        let raw = |store: &Store| timed(CALLS, || store.exists(CALLS));
+        // More rounds than elsewhere: a few nanoseconds are looked for.
+        let (ours, peer) = side_by_side(bench.rounds * 10, || raw(&loaded), || raw(&linked))?;
+        report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(10.0) })?;
+    }
+    let name = "boundary, batch_exists of 1 key (instructions), peer the same code linked in";
+    if bench.wants(name) {
+        match instructions(bench)? {
+            Ok((ours, peer)) => {
+                report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(30.0) })?;
+            }
+            Err(reason) => report.skip(name, &reason)?,
+        }
+    }
+    let worker = "instance, batch_exists of 1 key (ns), peer the raw call";
+    let guards = "guards, batch_exists of 1 key (ns), peer the raw call";
+    if !bench.wants(worker) && !bench.wants(guards) {
         return Ok(());
     }
-    let library = kvdock_tests::paths::build().join("examples/libbench_keys.so");
-    let loaded = Store::attach(load(&library)?)?;
-    let linked = Store::attach(table_of(keys::kvdock_plugin_entry).map_err(|error| anyhow!("{error}"))?)?;
-    // More rounds than elsewhere: a few nanoseconds are looked for.
-    let (ours, peer) = side_by_side(bench.rounds * 10, || loaded.exists(), || linked.exists())?;
-    report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(10.0) })
-}
-
-/// The table of the plugin in `library`.
-///
-/// # Errors
-/// When it can't be loaded or has no table of this version.
-pub fn load(library: &Path) -> Result<&'static BackendTable> {
-    ensure!(library.exists(), "{} is missing; `cargo xtask bench` builds it", library.display());
-    // SAFETY: the library is one of ours, just built; its constructors do nothing of note.
-    let library =
-        unsafe { libloading::Library::new(library) }.with_context(|| format!("can't load {}", library.display()))?;
-    // SAFETY: a plugin's entry symbol has this type.
-    let entry: EntryFn = *unsafe { library.get::<EntryFn>(ENTRY_SYMBOL) }.context("no entry symbol")?;
-    // The table is constant data of the library, which therefore stays mapped.
-    std::mem::forget(library);
-    table_of(entry).map_err(|error| anyhow!("{error}"))
-}
-
-struct Store {
-    instance: Instance,
-    pool: MockPool,
-}
-
-impl Store {
-    fn attach(table: &'static BackendTable) -> Result<Self> {
-        let pool = MockPool::new(PoolSpec::bytes(0, "kv", 1, &[4096]));
-        let instance = MockHost::new()
-            .attach(table, "{}", &identity("bench"), &[&pool])
-            .map_err(|error| anyhow!("can't attach: {error}"))?;
-        let stored = instance.set(&Options::default(), &[Part::new(&pool, &[key(1)], &[0])]);
-        ensure!(stored.all_ok(), "the key was not stored: {stored:?}");
-        Ok(Self { instance, pool })
+    let raw = Store::loaded(&library)?;
+    let raw = || timed(CALLS, || raw.exists(CALLS));
+    let instance = attach(&examples)?;
+    let key = [[1; 32]];
+    let stored = &mut [PageStatus::Unset];
+    let limit = CallOptions::within(Duration::from_secs(60));
+    instance.batch_set(&limit, &key, &[0], &ChainInfo::default(), stored)?;
+    ensure!(stored == &[PageStatus::Ok], "the key was not stored: {stored:?}");
+    if bench.wants(worker) {
+        let once = || {
+            let options = CallOptions::within(Duration::from_secs(60));
+            Ok(instance.batch_exists(&options, &key, &ChainInfo::default())?.longest() == 1)
+        };
+        let (ours, peer) = side_by_side(bench.rounds, || around(once), raw)?;
+        report.add(Row { name: worker.to_owned(), ours, peer, better: Better::Less, goal: Goal::None })?;
     }
-
-    /// Nanoseconds of one call.
-    fn exists(&self) -> Result<f64> {
-        let (keys, queries, options) = ([key(1)], [Query::of(&self.pool)], Options::default());
-        let start = Instant::now();
-        let mut found = 0;
-        for _ in 0..CALLS {
-            let answer =
-                self.instance.exists(&options, black_box(&keys), &queries).map_err(|error| anyhow!("{error}"))?;
-            found += answer.longest();
-        }
-        let seconds = start.elapsed().as_secs_f64();
-        ensure!(found == CALLS as usize, "the key was found in {found} of {CALLS} calls");
-        Ok(seconds * 1e9 / f64::from(CALLS))
+    if bench.wants(guards) {
+        let guarded = Guarded::new(instance.clone(), PAGE);
+        let once = || Ok(guarded.batch_exists(&key, &ChainInfo::default())?.longest() == 1);
+        let (ours, peer) = side_by_side(bench.rounds, || around(once), raw)?;
+        report.add(Row { name: guards.to_owned(), ours, peer, better: Better::Less, goal: Goal::None })?;
     }
+    let end = Instant::now() + Duration::from_secs(5);
+    ensure!(instance.shut(end, end, "measured"), "the instance can't be closed");
+    Ok(())
+}
+
+/// Nanoseconds of one call of `calls`.
+fn timed(calls: u32, body: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    body()?;
+    Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(calls))
+}
+
+/// Nanoseconds of one call, which says whether it found the key.
+fn around(once: impl Fn() -> Result<bool>) -> Result<f64> {
+    timed(GUARDED_CALLS, || {
+        (0..GUARDED_CALLS)
+            .try_for_each(|_| once().and_then(|found| found.then_some(()).context("the key was not found")))
+    })
+}
+
+/// Instructions of one call, loaded and linked; or why they were not counted.
+fn instructions(bench: &Bench) -> Result<std::result::Result<(f64, f64), String>> {
+    if let Err(error) = Command::new("valgrind").arg("--version").output() {
+        return Ok(Err(format!("valgrind can't be started: {error}")));
+    }
+    let program = kvdock_tests::paths::build().join("kvdock-bench-calls");
+    let mut sides = [0.0; 2];
+    for (place, side) in sides.iter_mut().zip(["loaded", "linked"]) {
+        // What is not a call is in both counts.
+        let (once, twice) = (count(bench, &program, side, COUNTED)?, count(bench, &program, side, 2 * COUNTED)?);
+        *place = (twice as f64 - once as f64) / COUNTED as f64;
+    }
+    Ok(Ok((sides[0], sides[1])))
+}
+
+/// Instructions of a whole run with so many calls.
+fn count(bench: &Bench, program: &Path, side: &str, calls: u64) -> Result<u64> {
+    let output = Command::new("valgrind")
+        .arg("--tool=callgrind")
+        .arg(format!("--callgrind-out-file={}", bench.scratch.join("callgrind.out").display()))
+        .arg(program)
+        .args([side, &calls.to_string()])
+        .output()
+        .context("can't start valgrind")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{} under callgrind: {said}", program.display());
+    let collected = said.lines().find_map(|line| line.split_once("Collected : ")).map(|(_, number)| number.trim());
+    collected
+        .and_then(|number| number.parse().ok())
+        .ok_or_else(|| anyhow!("callgrind does not say how many instructions it collected: {said}"))
+}
+
+/// Bytes of a page, which nobody reads.
+const PAGE: u64 = 4096;
+
+/// The plugin as the server opens it.
+fn attach(folder: &Path) -> Result<Arc<Instance>> {
+    let namespace = Namespace {
+        format: PAGE_FORMAT,
+        architecture: "bench".to_owned(),
+        weights_sha256: "0".repeat(64),
+        kv_dtype: "f16".to_owned(),
+        host_layout: "page_first".to_owned(),
+        page_tokens: 16,
+        layers: 1,
+        kv_heads: 1,
+        head_dim_k: 64,
+        head_dim_v: 64,
+        tp: (0, 1),
+        pp: (0, 1),
+        cp: (0, 1),
+        numerics_id: "bench".to_owned(),
+    };
+    // A pool lives as long as the process.
+    let memory = Box::leak(vec![0u64; PAGE as usize / 8].into_boxed_slice());
+    let request = OpenRequest {
+        abi: AbiVersions::BUILT_IN,
+        config: BackendTable::new("bench-keys"),
+        folders: vec![PathBuf::from(folder)],
+        identity: Arc::new(WorkerIdentity::new(namespace, "bench", [0; 32])),
+        pool: HostPoolDescription {
+            name: "kv".to_owned(),
+            layout: "page_first".to_owned(),
+            dtype: Dtype::F16,
+            pages: 1,
+            page_tokens: 16,
+            layers: 1,
+            base: memory.as_mut_ptr() as usize,
+            bytes: PAGE,
+            fd: -1,
+            segments: vec![HostPoolSegment { offset: 0, stride: PAGE, len: PAGE }],
+            components: vec![],
+        },
+        state: Arc::new(StateCell::new("bench-keys", Box::new(|_| {}))),
+        calls: Arc::default(),
+    };
+    open(&request).map(|opened| opened.instance).map_err(|error| anyhow!("{error}"))
 }

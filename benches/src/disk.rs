@@ -12,7 +12,7 @@ use rustix::fs::Advice;
 use crate::fio::{Direction, Job};
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::side_by_side;
-use crate::{Bench, boundary};
+use crate::{Bench, store};
 
 /// Pages in one call.
 const BATCH: u64 = 32;
@@ -67,7 +67,7 @@ impl Sides {
             let bytes: Vec<u8> = (0..page_bytes / 8).flat_map(|_| random.number().to_le_bytes()).collect();
             pool.write(page as u32, &bytes);
         }
-        let table = boundary::load(&paths::file_plugin())?;
+        let table = store::load(&paths::file_plugin())?;
         let config = serde_json::json!({"dir": folder}).to_string();
         let store = MockHost::new()
             .attach(table, &config, &identity("bench"), &[&pool])

@@ -14,6 +14,7 @@ mod memory;
 mod restart;
 mod row;
 mod sample;
+mod store;
 mod swaps;
 
 use std::path::PathBuf;

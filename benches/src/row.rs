@@ -97,6 +97,8 @@ impl Row {
 /// The rows so far.
 pub struct Report {
     rows: Vec<Row>,
+    /// Rows that could not be measured here, and why.
+    skipped: Vec<(String, String)>,
     json: Option<File>,
 }
 
@@ -107,7 +109,7 @@ impl Report {
     /// When the file can't be created.
     pub fn new(json: Option<&Path>) -> Result<Self> {
         let create = |path: &Path| File::create(path).with_context(|| format!("can't create {}", path.display()));
-        Ok(Self { rows: Vec::new(), json: json.map(create).transpose()? })
+        Ok(Self { rows: Vec::new(), skipped: Vec::new(), json: json.map(create).transpose()? })
     }
 
     /// Takes a row in.
@@ -124,12 +126,29 @@ impl Report {
         Ok(())
     }
 
+    /// Says that a row can't be measured on this machine.
+    ///
+    /// # Errors
+    /// When it can't be written to the file.
+    pub fn skip(&mut self, name: &str, reason: &str) -> Result<()> {
+        eprintln!("{name}  skipped: {reason}");
+        if let Some(file) = &mut self.json {
+            let line = serde_json::json!({"name": name, "skipped": reason});
+            writeln!(file, "{line}").context("can't write a row to the JSON file")?;
+        }
+        self.skipped.push((name.to_owned(), reason.to_owned()));
+        Ok(())
+    }
+
     /// Prints the table.
     pub fn print(&self) {
         let width = self.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
         println!("{:width$}  {:>10}  {:>10}  {:>7}  goal", "row", "ours", "peer", "ratio");
         for row in &self.rows {
             println!("{}", table_line(row, width));
+        }
+        for (name, reason) in &self.skipped {
+            println!("{name:width$}  skipped: {reason}");
         }
     }
 }

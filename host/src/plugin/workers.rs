@@ -147,7 +147,10 @@ impl Workers {
         let cancel = buffers.cancel.clone();
         *lock(&worker.cancel) = Some(cancel.clone());
         slot.phase = Phase::Ready(operation);
+        // Let go of it first, so that the thread does not wake up only to wait for it.
+        drop(slot);
         worker.wake.notify_one();
+        let mut slot = lock(&worker.slot);
         let mut give_up = deadline;
         let mut cancelled = false;
         loop {
@@ -281,6 +284,7 @@ impl Shared {
                 None => {
                     slot.buffers = Some(buffers);
                     slot.phase = Phase::Done(result);
+                    drop(slot);
                     worker.done.notify_one();
                 }
                 Some(since) => {
