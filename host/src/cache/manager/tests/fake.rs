@@ -34,6 +34,8 @@ pub struct Faults {
     pub hang_writes: AtomicBool,
     /// This many writes fail with a retryable error.
     pub fail_writes: AtomicUsize,
+    /// This many reads fail with a retryable error, after the first page was delivered.
+    pub fail_reads: AtomicUsize,
     /// This many writes panic.
     pub panic_writes: AtomicUsize,
     /// Single pages of writes are answered as failed, this many times.
@@ -206,7 +208,8 @@ impl StorageBackend for FakeBackend {
         self.calls.get_pages.fetch_add(keys.len(), Ordering::Relaxed);
         assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
         self.wait(options, self.hangs(keys), pages)?;
-        let short = self.faults.short_after.lock().unwrap_or(usize::MAX);
+        let fails = take(&self.faults.fail_reads);
+        let short = if fails { 1 } else { self.faults.short_after.lock().unwrap_or(usize::MAX) };
         for (i, (key, &page)) in keys.iter().zip(pages).enumerate().take_while(|(i, _)| *i < short) {
             let found = self.store.lock().get(key).cloned();
             let vanished = self.faults.vanish.lock().contains(key);
@@ -221,7 +224,7 @@ impl StorageBackend for FakeBackend {
                 _ => status[i] = PageStatus::Missing,
             }
         }
-        Ok(())
+        if fails { Err(self.error(ErrorKind::Unavailable, true, false)) } else { Ok(()) }
     }
 
     fn batch_set(

@@ -3,11 +3,14 @@
 //! Each page's bytes follow from the tokens up to its end and the namespace, so every granted page is
 //! checked to the byte.
 
+mod break_even;
 mod fake;
+mod fallback;
 mod faults;
 mod lifecycle;
 mod policies;
 mod reuse;
+mod several;
 mod soak;
 mod writes;
 

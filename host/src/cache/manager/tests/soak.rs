@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
 use super::*;
-use crate::cache::config::{EvictionPolicy, WritePolicy};
+use crate::cache::config::{BreakEvenMode, EvictionPolicy, WritePolicy};
 use crate::cache::layout::HostLayout;
 use crate::cache::types::Tiers;
 
@@ -38,6 +38,57 @@ fn random_requests_under_random_faults_get_right_bytes_and_lose_nothing() {
     }
 }
 
+/// A backend, its store, and those that had its name before.
+struct Tier {
+    name: &'static str,
+    store: Store,
+    backend: Option<Arc<FakeBackend>>,
+    past: Vec<Arc<FakeBackend>>,
+}
+
+impl Tier {
+    fn new(name: &'static str) -> Self {
+        Tier { name, store: Store::default(), backend: None, past: Vec::new() }
+    }
+
+    /// Puts a new backend over the store to use: in the place of the one before, or anywhere.
+    fn attach(&mut self, random: &mut Random, rig: &Rig) {
+        let handle = rig.cache.storage();
+        let Some(pool) = handle.host_pool() else { return };
+        let mut backend = FakeBackend::new(self.name, &self.store, pool);
+        let policies = [None, Some("write_through"), Some("write_through_selective"), Some("write_back")];
+        backend.settings.timeout = Duration::from_millis(30);
+        backend.settings.write_policy = policies[random.below(4)].map(str::to_owned);
+        backend.settings.promote = random.below(2) == 0;
+        backend.settings.retries = random.below(3) as u32;
+        backend.settings.read_bandwidth = (random.below(4) == 0).then_some(20_000_000);
+        backend.remove = random.below(4) > 0;
+        let backend = Arc::new(backend);
+        let place = match self.backend.replace(Arc::clone(&backend)) {
+            Some(before) => {
+                self.past.push(before);
+                Place::Of(self.name.to_owned())
+            }
+            None => Place::At(random.below(4)),
+        };
+        handle.attached(backend, place);
+    }
+
+    fn detach(&mut self, rig: &Rig) {
+        if let Some(backend) = self.backend.take() {
+            assert!(rig.cache.storage().detached(self.name));
+            self.past.push(backend);
+        }
+    }
+
+    fn let_go(&self) {
+        for backend in self.backend.iter().chain(&self.past) {
+            backend.faults.hang_reads.store(false, Ordering::Release);
+            backend.faults.hang_writes.store(false, Ordering::Release);
+        }
+    }
+}
+
 fn soak(seed: u64) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) + 1);
     let policies = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
@@ -46,16 +97,18 @@ fn soak(seed: u64) {
         write_policy: policies[random.below(3)],
         prefetch_policy: waits[random.below(3)],
         prefetch_timeout_base: Duration::from_millis(3),
+        break_even: [BreakEvenMode::Off, BreakEvenMode::Auto][random.below(2)],
         eviction: [EvictionPolicy::Lru, EvictionPolicy::Lfu][random.below(2)],
         host_layout: LAYOUTS[random.below(4)],
         ..config(20 + random.below(40) as u32)
     };
-    let store = Store::default();
     let mut rig = Rig::new(48, settings);
-    let mut backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(30));
+    let mut tiers: Vec<Tier> = ["a", "b", "c"].into_iter().take(1 + random.below(3)).map(Tier::new).collect();
+    tiers.iter_mut().for_each(|tier| tier.attach(&mut random, &rig));
     let mut live: HashMap<RequestId, Live> = HashMap::new();
     for step in 0..1500 {
-        disturb(&mut random, &mut rig, &mut backend, &store);
+        let at = random.below(tiers.len());
+        disturb(&mut random, &mut rig, &mut tiers[at]);
         if live.len() < 4 && random.below(3) == 0 {
             let (tokens, namespace) = prompt(&mut random);
             let id = rig.request(&tokens, &namespace);
@@ -70,8 +123,7 @@ fn soak(seed: u64) {
             integrity(&mut rig, seed);
         }
     }
-    backend.faults.hang_reads.store(false, Ordering::Release);
-    backend.faults.hang_writes.store(false, Ordering::Release);
+    tiers.iter().for_each(Tier::let_go);
     for (id, request) in live {
         rig.cache.abort(id, request.pages.unwrap_or_default());
     }
@@ -84,6 +136,14 @@ fn soak(seed: u64) {
     assert_eq!((flushed.device_kept, flushed.host_kept), (0, 0), "seed {seed}");
     let stats = rig.cache.stats();
     assert_eq!((stats.misuses, stats.device_used_tokens, stats.tree_nodes), (0, 0, 0), "seed {seed}");
+    for tier in &mut tiers {
+        tier.detach(&rig);
+        assert!(rig.cache.storage().quiesced(tier.name, LONG), "seed {seed}: a call of {} still runs", tier.name);
+    }
+    rig.cache.tick();
+    rig.cache.tick();
+    let left = tiers.iter().flat_map(|tier| &tier.past).filter(|backend| Arc::strong_count(backend) > 1).count();
+    assert_eq!(left, 0, "seed {seed}: backends that left are still held");
 }
 
 /// Holders of a page change while workers run; a fault that is none is gone at the next look.
@@ -112,46 +172,69 @@ fn prompt(random: &mut Random) -> (Vec<u32>, CacheNamespace) {
     (tokens, namespace)
 }
 
-fn disturb(random: &mut Random, rig: &mut Rig, backend: &mut Arc<FakeBackend>, store: &Store) {
-    let some_key = |random: &mut Random| {
+fn disturb(random: &mut Random, rig: &mut Rig, tier: &mut Tier) {
+    let some_key = |random: &mut Random, store: &Store| {
         let store = store.lock();
         let at = random.below(store.len().max(1));
         store.keys().nth(at).copied()
     };
-    match random.below(120) {
-        0 => backend.faults.hang_reads.store(true, Ordering::Release),
-        1..=4 => backend.faults.hang_reads.store(false, Ordering::Release),
-        5 => backend.faults.hang_writes.store(true, Ordering::Release),
-        6..=9 => backend.faults.hang_writes.store(false, Ordering::Release),
-        10..=12 => {
-            if let Some(key) = some_key(random) {
-                backend.faults.flip.lock().insert(key);
-            }
-        }
+    let chance = random.below(120);
+    match chance {
         13..=15 => {
-            if let Some(key) = some_key(random) {
-                store.lock().remove(&key);
+            if let Some(key) = some_key(random, &tier.store) {
+                tier.store.lock().remove(&key);
             }
         }
-        16 => backend.faults.fail_pages.store(random.below(5), Ordering::Release),
-        17 => backend.faults.fail_writes.store(1, Ordering::Release),
-        18 => backend.faults.refuse.store(random.below(2) == 0, Ordering::Release),
-        19 => *backend.faults.short_after.lock() = [None, Some(1)][random.below(2)],
         20 => {
-            backend.faults.hang_reads.store(false, Ordering::Release);
-            backend.faults.hang_writes.store(false, Ordering::Release);
-            rig.cache.storage().detached("fake");
+            // With calls under way, which may hang on or return.
+            if random.below(2) == 0 {
+                tier.let_go();
+            }
+            tier.detach(rig);
         }
         21..=23 => {
-            backend.faults.hang_reads.store(false, Ordering::Release);
-            backend.faults.hang_writes.store(false, Ordering::Release);
-            *backend = rig.attach("fake", store, |backend| backend.settings.timeout = Duration::from_millis(30));
+            if random.below(2) == 0 {
+                tier.let_go();
+            }
+            tier.attach(random, rig);
         }
         24 => drop(rig.cache.flush(Tiers::DEVICE)),
         25 => drop(rig.cache.flush(Tiers::HOST)),
         26 => drop(rig.cache.flush(Tiers::ALL)),
         27 => std::thread::sleep(Duration::from_millis(1)),
-        _ => {}
+        28 => {
+            tier.store.lock().clear();
+            rig.cache.storage().emptied(tier.name);
+        }
+        29 => rig.cache.prefilled(16 + random.below(4096), 0, Duration::from_micros(1 + random.below(100_000) as u64)),
+        _ => {
+            let Some(backend) = &tier.backend else { return };
+            let faults = &backend.faults;
+            match chance {
+                0 => faults.hang_reads.store(true, Ordering::Release),
+                1..=4 => faults.hang_reads.store(false, Ordering::Release),
+                5 => faults.hang_writes.store(true, Ordering::Release),
+                6..=9 => faults.hang_writes.store(false, Ordering::Release),
+                10..=12 => {
+                    if let Some(key) = some_key(random, &tier.store) {
+                        faults.flip.lock().insert(key);
+                    }
+                }
+                16 => faults.fail_pages.store(random.below(5), Ordering::Release),
+                17 => faults.fail_writes.store(1, Ordering::Release),
+                18 => faults.refuse.store(random.below(2) == 0, Ordering::Release),
+                19 => *faults.short_after.lock() = [None, Some(1)][random.below(2)],
+                30 => faults.fail_reads.store(1 + random.below(3), Ordering::Release),
+                31 => faults.panic_writes.store(1, Ordering::Release),
+                32 => faults.fail_exists.store(random.below(2) == 0, Ordering::Release),
+                33 => {
+                    if let Some(key) = some_key(random, &tier.store) {
+                        faults.vanish.lock().insert(key);
+                    }
+                }
+                _ => {}
+            }
+        }
     }
 }
 
