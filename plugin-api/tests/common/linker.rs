@@ -14,7 +14,7 @@ use super::{Memory, Pages, copy_out, lock};
 #[derive(Default)]
 pub struct Queues {
     loads: Mutex<Vec<Load>>,
-    batches: Mutex<HashMap<u64, (Arc<AtomicBool>, JoinHandle<Result<()>>)>>,
+    batches: Mutex<HashMap<u64, Running>>,
     offloads: Mutex<VecDeque<(u64, Option<Result<()>>)>>,
     /// One offload at a time runs, in the order of their numbers here.
     turns: Mutex<Turns>,
@@ -22,6 +22,9 @@ pub struct Queues {
     stop: Mutex<Arc<AtomicBool>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
+
+/// A batch: how to end it, and its thread.
+type Running = (Arc<AtomicBool>, JoinHandle<Result<()>>);
 
 #[derive(Default)]
 struct Turns {

@@ -1,9 +1,9 @@
 //! An instance: from open to close, and the calls beside the data calls.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvdock_plugin_api::v0_1::Stats;
@@ -16,6 +16,7 @@ use serde::Deserialize;
 
 use crate::fault::{self, Fault};
 use crate::linker::Loads;
+use crate::raw::{REFUSED, SIDE_REFUSED};
 use crate::store::{Name, Store};
 
 #[derive(Debug, Deserialize)]
@@ -62,13 +63,98 @@ pub struct Backend {
     pub(crate) sets: Timing,
     health_calls: AtomicU64,
     held: Mutex<HashSet<(u32, PageKey)>>,
+    pools: Mutex<Pools>,
+    /// Keys that are being set; used by a fault alone.
+    pub(crate) setting: Mutex<HashSet<Name>>,
+    pub(crate) sticks: AtomicBool,
+    /// A page that is touched after `close`; used by a fault alone.
+    pub(crate) last_page: AtomicUsize,
 }
 
 impl Backend {
     /// What a page is stored under.
     pub(crate) fn name(&self, pool: &Pool, key: &PageKey) -> Name {
-        Name { namespace: self.namespace, pool: pool.name().to_owned(), key: *key }
+        let mut name = pool.name().to_owned();
+        if fault::is(Fault::GlobalPoolNames)
+            && let Some(last) = NAMES.lock().get(&pool.id())
+        {
+            name.clone_from(last);
+        }
+        Name { namespace: self.namespace, pool: name, key: *key }
     }
+
+    /// Takes note of a pool.
+    fn add(&self, pool: &Pool) -> Result<()> {
+        if fault::is(Fault::GlobalPoolNames) {
+            NAMES.lock().insert(pool.id(), pool.name().to_owned());
+        }
+        let mut pools = self.pools.lock();
+        pools.registered = true;
+        if let (Some(region), Some(segment)) = (pool.regions().first(), pool.segments().first()) {
+            let taken = pools.places.iter().any(|(_, base, offset)| *base == region.base && *offset == segment.offset);
+            if taken && fault::is(Fault::RefusesSameBytes) {
+                return Err(planted("these bytes are another pool's"));
+            }
+            pools.places.push((pool.id(), region.base, segment.offset));
+        }
+        Ok(())
+    }
+}
+
+/// Registered pools and what became of them, as the faults ask for it.
+#[derive(Debug, Default)]
+struct Pools {
+    registered: bool,
+    ready: bool,
+    /// Number, and where the first segment begins.
+    places: Vec<(u32, usize, u64)>,
+}
+
+/// Data calls of all instances of the process.
+static DATA_CALLS: AtomicU64 = AtomicU64::new(0);
+/// Names of pools by number, of all instances; used by a fault alone.
+static NAMES: Mutex<BTreeMap<u32, String>> = Mutex::new(BTreeMap::new());
+
+fn planted(what: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, format!("planted: {what}"))
+}
+
+impl Config {
+    fn read(open: &Open<'_>) -> Result<Config> {
+        let ignores = [Fault::IgnoresUnknownKeys, Fault::IgnoresWrongValues].into_iter().any(fault::is);
+        if !ignores {
+            return open.config();
+        }
+        let given: serde_json::Value = open.config()?;
+        Ok(Config {
+            dir: given["dir"].as_str().map(PathBuf::from),
+            max_bytes: given["max_bytes"].as_u64().unwrap_or_else(one_gib),
+            check: given["check"].as_bool().unwrap_or(false),
+        })
+    }
+}
+
+/// Changes of the process that an instance has no right to.
+fn spoil_the_process() {
+    match fault::planted() {
+        Ok(Fault::LeaksThread) => drop(std::thread::spawn(|| fault::hang())),
+        Ok(Fault::LeaksFile) => std::mem::forget(std::fs::File::open("/dev/null")),
+        Ok(Fault::ChangesFolder) => drop(std::env::set_current_dir("/")),
+        Ok(Fault::DiesAtExit) => {
+            static ONCE: std::sync::Once = std::sync::Once::new();
+            // SAFETY: the function has the type that the C library asks for, and stays mapped.
+            ONCE.call_once(|| drop(unsafe { atexit(die) }));
+        }
+        _ => {}
+    }
+}
+
+unsafe extern "C" {
+    fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
+}
+
+extern "C" fn die() {
+    std::process::abort();
 }
 
 fn panic_if(fault: Fault, call: &str) {
@@ -86,7 +172,11 @@ impl kvdock_plugin_api::Backend for Backend {
         if fault::is(Fault::HangInOpen) {
             fault::hang();
         }
-        let config: Config = open.config()?;
+        if fault::is(Fault::RefusalIsForEver) && SIDE_REFUSED.load(Ordering::Relaxed) {
+            return Err(planted("a pool was refused"));
+        }
+        let config = Config::read(open)?;
+        spoil_the_process();
         if config.check && fault::is(Fault::AbortInCheck) {
             std::process::abort();
         }
@@ -104,6 +194,10 @@ impl kvdock_plugin_api::Backend for Backend {
             sets: Timing::default(),
             health_calls: AtomicU64::new(0),
             held: Mutex::default(),
+            pools: Mutex::default(),
+            setting: Mutex::default(),
+            sticks: AtomicBool::new(false),
+            last_page: AtomicUsize::new(0),
         })
     }
 
@@ -111,13 +205,30 @@ impl kvdock_plugin_api::Backend for Backend {
         Capabilities { durable: self.durable, ..declared }
     }
 
-    fn register_mem_pool_host(&self, _: &Pool) -> Result<()> {
+    fn register_mem_pool_host(&self, pool: &Pool) -> Result<()> {
         panic_if(Fault::PanicInRegister, "register_mem_pool_host");
+        self.add(pool)
+    }
+
+    fn register_v2_side_pools(&self, pools: &[Pool]) -> Result<()> {
+        let late = self.pools.lock().ready && fault::is(Fault::NoLaterPools);
+        if late && pools.iter().any(|pool| pool.name() == "swa") {
+            return Err(planted("the pools are ready"));
+        }
+        pools.iter().try_for_each(|pool| self.add(pool))
+    }
+
+    fn unregister(&self, pools: &[Pool]) -> Result<()> {
+        if fault::is(Fault::KeepsPools) && pools.iter().any(|pool| pool.name() == "swa") {
+            return Err(planted("it keeps the pool"));
+        }
+        self.pools.lock().places.retain(|(id, _, _)| !pools.iter().any(|pool| pool.id() == *id));
         Ok(())
     }
 
     fn pools_ready(&self) -> Result<()> {
         panic_if(Fault::PanicInPoolsReady, "pools_ready");
+        self.pools.lock().ready = true;
         Ok(())
     }
 
@@ -157,9 +268,16 @@ impl kvdock_plugin_api::Backend for Backend {
     fn clear(&self, call: &Call<'_>, scope: ClearScope) -> Result<()> {
         panic_if(Fault::PanicInClear, "clear");
         call.check()?;
-        match scope {
-            ClearScope::Namespace => self.store.retain(|name| name.namespace != self.namespace),
-            ClearScope::Everything => self.store.retain(|_| false),
+        let foreign = |name: &Name| name.namespace != self.namespace;
+        match (scope, fault::planted()) {
+            (ClearScope::Namespace, Ok(Fault::ClearsForeign)) => self.store.retain(|_| false),
+            (ClearScope::Namespace, Ok(Fault::ClearKeepsSide)) => {
+                self.store.retain(|name| foreign(name) || name.pool == "side");
+            }
+            (ClearScope::Everything, Ok(Fault::ClearEverythingOwn)) | (ClearScope::Namespace, _) => {
+                self.store.retain(foreign);
+            }
+            (ClearScope::Everything, _) => self.store.retain(|_| false),
         }
         self.store.save()
     }
@@ -169,7 +287,7 @@ impl kvdock_plugin_api::Backend for Backend {
         let (pages, bytes_used, bytes_total) = self.store.figures(&self.namespace);
         Ok(Stats {
             pages,
-            bytes_used,
+            bytes_used: if fault::is(Fault::TooManyBytes) { bytes_total + 1 } else { bytes_used },
             bytes_total,
             failures: self.failures.load(Ordering::Relaxed),
             get_mean_ns: self.gets.mean_ns(),
@@ -184,16 +302,39 @@ impl kvdock_plugin_api::Backend for Backend {
         if fault::is(Fault::HealthFailed) {
             return Ok(Health { state: HealthState::Failed, reason: "planted: nothing works".into() });
         }
+        if fault::is(Fault::DegradedWithoutReason) {
+            return Ok(Health { state: HealthState::Degraded, reason: String::new() });
+        }
         Ok(Health::ok())
     }
 
     fn flush(&self, call: &Call<'_>) -> Result<()> {
         panic_if(Fault::PanicInFlush, "flush");
-        call.check()?;
+        if let Err(late) = call.check() {
+            self.sticks.store(fault::is(Fault::SticksAfterLate), Ordering::Relaxed);
+            return Err(late);
+        }
+        if self.store.figures(&self.namespace).0 == 0 {
+            match fault::planted() {
+                Ok(Fault::EmptyFlushFails) => return Err(planted("there is nothing to flush")),
+                Ok(Fault::AbortsOnEmptyFlush) => std::process::abort(),
+                _ => {}
+            }
+        }
         self.store.save()
     }
 
     fn report_held_pages(&self, report: &HeldPages<'_>) -> Result<()> {
+        if report.call.remaining() == Some(Duration::ZERO) {
+            match fault::planted() {
+                Ok(Fault::HangWhenLate) => fault::hang(),
+                Ok(Fault::LateReport) => std::thread::sleep(Duration::from_secs(6)),
+                _ => {}
+            }
+        }
+        if report.keys.is_empty() && report.change != HeldChange::Cleared && fault::is(Fault::EmptyReportFails) {
+            return Err(planted("a report of nothing"));
+        }
         let tier = report.tier.raw();
         let mut held = self.held.lock();
         match report.change {
@@ -213,6 +354,18 @@ impl kvdock_plugin_api::Backend for Backend {
             fault::hang();
         }
         self.loads.stop();
+        let page = self.last_page.load(Ordering::Relaxed);
+        if page != 0 {
+            fault::later(50, move || {
+                // SAFETY: none: the page is the host's again. This is the fault.
+                unsafe { std::ptr::write_volatile(page as *mut u8, 1) }
+            });
+        }
+        let pools = self.pools.lock();
+        let early = pools.registered && !pools.ready && DATA_CALLS.load(Ordering::Relaxed) == 0;
+        if early && fault::is(Fault::NoEarlyClose) && !REFUSED.load(Ordering::Relaxed) {
+            return Err(planted("the pools were never ready"));
+        }
         self.store.save()
     }
 }
@@ -220,6 +373,7 @@ impl kvdock_plugin_api::Backend for Backend {
 impl Backend {
     /// The errors of the faults that make data calls fail.
     fn fail_if_planted(&self) -> Result<()> {
+        DATA_CALLS.fetch_add(1, Ordering::Relaxed);
         let call = self.data_calls.fetch_add(1, Ordering::Relaxed);
         let error = Error::new(ErrorKind::Unavailable, format!("planted: data call {call} fails"));
         let result = match fault::planted() {

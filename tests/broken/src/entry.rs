@@ -1,12 +1,12 @@
-//! Note, table and entry of the plugin. Written out, and not by `export_plugin!`, so that a fault may lie below the safe traits.
+//! Note and entry of the plugin. Written out, and not by `export_plugin!`, so that a fault may lie below the safe traits.
 
 use std::ffi::c_void;
 
-use kvdock_plugin_api::export::{Tables, open};
 use kvdock_plugin_api::note::{NoteBytes, NoteSource};
-use kvdock_plugin_api::v0_1::{ABI_VERSION, BackendTable, ErrorOut, OpenArgs, Status};
+use kvdock_plugin_api::v0_1::ABI_VERSION;
 
-use crate::backend::Backend;
+use crate::fault::{self, Fault};
+use crate::raw;
 use crate::{CAPABILITIES, CHECK_CONFIG, CONFIG_SCHEMA};
 
 const SOURCE: NoteSource = NoteSource {
@@ -24,15 +24,12 @@ const SOURCE: NoteSource = NoteSource {
 #[unsafe(link_section = ".note.kvdock")]
 static NOTE: NoteBytes<{ SOURCE.note_len() }> = NoteBytes(SOURCE.note());
 
-unsafe extern "C" fn open_instance(args: *const OpenArgs, out: *mut *mut c_void, error: *mut ErrorOut) -> Status {
-    // SAFETY: the host calls this by the rules of the boundary.
-    unsafe { open::<Backend>(CAPABILITIES, args, out, error) }
-}
-
-static TABLE: BackendTable = Tables::<Backend>::backend(open_instance);
-
 /// Entry point of the plugin: the table of an ABI version, or null.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvdock_plugin_entry(abi_version: u32) -> *const c_void {
-    if abi_version == ABI_VERSION { (&raw const TABLE).cast() } else { std::ptr::null() }
+    if abi_version != ABI_VERSION && !fault::is(Fault::EntryAnyVersion) {
+        return std::ptr::null();
+    }
+    let table = if fault::is(Fault::TableSize) { &raw const raw::SHORT_TABLE } else { &raw const raw::TABLE };
+    table.cast()
 }

@@ -7,6 +7,7 @@ mod entry;
 mod fault;
 mod linker;
 mod pages;
+mod raw;
 mod store;
 
 use kvdock_plugin_api::Capabilities;

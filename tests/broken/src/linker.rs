@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use kvdock_plugin_api::{
 use parking_lot::{Condvar, Mutex};
 
 use crate::backend::Backend;
+use crate::fault::{self, Fault, is};
 use crate::pages::{self, Run};
 use crate::store::{Name, Store, Stored};
 
@@ -31,6 +32,8 @@ struct Shared {
     namespace: [u8; 32],
     state: Mutex<State>,
     changed: Condvar,
+    /// Loads that were queued so far; looked at by a fault alone.
+    loads: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -43,8 +46,13 @@ struct State {
     closing: bool,
 }
 
+/// Why a batch ends before its time.
+const NOT: u8 = 0;
+const BY_FINISH: u8 = 1;
+const BY_RESET: u8 = 2;
+
 struct Running {
-    stop: Arc<AtomicBool>,
+    stop: Arc<AtomicU8>,
     ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<()>>>,
 }
@@ -61,7 +69,14 @@ impl Loads {
     /// # Errors
     /// When the system gives no thread.
     pub fn start(host: Host, store: Arc<Store>, namespace: [u8; 32]) -> Result<Loads> {
-        let shared = Arc::new(Shared { host, store, namespace, state: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            host,
+            store,
+            namespace,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            loads: AtomicUsize::new(0),
+        });
         let thread = spawn("offloads", {
             let shared = shared.clone();
             move || shared.run_offloads()
@@ -79,9 +94,13 @@ impl Loads {
         while state.busy {
             self.shared.changed.wait(&mut state);
         }
-        state.offloads.clear();
+        if is(Fault::ResetKeepsCompletions) {
+            state.offloads.retain(|queued| queued.done.is_some());
+        } else {
+            state.offloads.clear();
+        }
         drop(state);
-        batches.values().for_each(|running| running.stop.store(true, Ordering::Release));
+        batches.values().for_each(|running| running.stop.store(BY_RESET, Ordering::Release));
         for thread in batches.into_values().filter_map(|running| running.thread) {
             // What became of the load has nobody to go to.
             let _ = thread.join();
@@ -141,17 +160,32 @@ impl Shared {
         Name { namespace: self.namespace, pool: page.pool().name().to_owned(), key: *page.key() }
     }
 
-    fn run_batch(&self, loads: Vec<Load>, start: &Start, stop: &AtomicBool) -> Result<()> {
+    fn run_batch(&self, loads: Vec<Load>, start: &Start, stop: &AtomicU8) -> Result<()> {
         let check = || match stop.load(Ordering::Acquire) {
-            true => Err(Error::new(ErrorKind::Cancelled, "the load was ended")),
-            false => start.call.check(),
+            NOT => start.call.check(),
+            _ => Err(Error::new(ErrorKind::Cancelled, "the load was ended")),
         };
+        let tired = self.loads.load(Ordering::Relaxed) > 60 && is(Fault::TiresAfterMany);
         let mut items: Vec<Item> = loads.into_iter().flat_map(Load::into_pages).map(|page| self.find(page)).collect();
-        let result = wait_until_ready(&start.ready, &check).and_then(|()| fill_by_layer(&mut items, start, &check));
+        if is(Fault::LoadWritesEarly) {
+            items.iter_mut().for_each(write_all);
+        }
+        let result = wait_until_ready(&start.ready, &check).and_then(|()| {
+            if is(Fault::LayersSettledEarly) {
+                start.done.settle_all();
+                std::thread::sleep(Duration::from_millis(15));
+            }
+            fill_by_layer(&mut items, start, &check)
+        });
+        if result.is_err() {
+            leave_a_writer(&items, start, stop.load(Ordering::Acquire));
+        }
         for item in items {
             let status = match item.found {
                 Ok(_) if result.is_err() => PageStatus::Failed,
+                Ok(_) if tired => PageStatus::Missing,
                 Ok(_) => PageStatus::Ok,
+                Err(PageStatus::Missing) if is(Fault::LoadUnsetMissing) => continue,
                 Err(status) => status,
             };
             item.page.finish(status);
@@ -164,6 +198,9 @@ impl Shared {
         let found = match self.store.get(&self.name(&page)) {
             None => Err(PageStatus::Missing),
             Some(stored) if stored.bytes.len() != page.len() || !stored.is_sound() => Err(PageStatus::Corrupt),
+            Some(stored) if page.pool().name() == "side" && is(Fault::LoadWrongBytes) => {
+                Ok(Stored::new(stored.bytes.iter().map(|byte| byte ^ 1).collect()))
+            }
             Some(stored) => Ok(stored),
         };
         Item { page, found }
@@ -211,17 +248,77 @@ impl Shared {
             check()?;
             Ok((self.name(&page), Stored::new(page.to_vec()?)))
         };
-        let result = wait_until_ready(&offload.ready, &check)
-            .and_then(|()| offload.pages().map(read).collect::<Result<Vec<_>>>())
-            .and_then(|pages| self.store.put(pages).map_err(|_| Error::new(ErrorKind::NoSpace, "the store is full")));
+        let read_all = || offload.pages().map(read).collect::<Result<Vec<_>>>();
+        let put = |pages| self.store.put(pages).map_err(|_| Error::new(ErrorKind::NoSpace, "the store is full"));
+        let early = is(Fault::OffloadReadsEarly).then(read_all);
+        let result =
+            wait_until_ready(&offload.ready, &check).and_then(|()| early.unwrap_or_else(read_all)).and_then(|pages| {
+                if is(Fault::OffloadPageByPage) {
+                    return pages.into_iter().try_for_each(|page| {
+                        std::thread::sleep(Duration::from_micros(300));
+                        put(vec![page])
+                    });
+                }
+                put(pages)
+            });
+        if result.as_ref().is_err_and(|error| error.kind == ErrorKind::TimedOut) && is(Fault::OffloadLateStores) {
+            self.store_first_part(offload);
+        }
         let status = match &result {
             Ok(()) => PageStatus::Ok,
             Err(error) if error.kind == ErrorKind::NoSpace => PageStatus::Refused,
             Err(_) => PageStatus::Failed,
         };
-        offload.pages().for_each(|page| page.finish(status));
+        let forgotten =
+            offload.transfers().get(1).filter(|_| is(Fault::OffloadForgetsStatus)).map(|part| part.pool().id());
+        offload.pages().filter(|page| forgotten != Some(page.pool().id())).for_each(|page| page.finish(status));
         result
     }
+
+    /// What a fault does with an offload that is late.
+    fn store_first_part(&self, offload: &Offload) {
+        let first = offload.transfers().first().map(|part| part.pool().id());
+        let pages = offload.pages().filter(|page| first == Some(page.pool().id()));
+        let read = |page: Page<'static, Set>| page.to_vec().ok().map(|bytes| (self.name(&page), Stored::new(bytes)));
+        // A store that is full spoils the fault, and nothing else.
+        let _ = self.store.put(pages.filter_map(read).collect());
+    }
+}
+
+/// Writes whole pages, without regard to layers.
+fn write_all(item: &mut Item) {
+    let pool = item.page.pool().clone();
+    if let Ok(stored) = &item.found {
+        let runs =
+            (0..pool.layers()).flat_map(|layer| pages::layer(&pool, layer)).chain(pages::outside_of_layers(&pool));
+        // A page that can't be written early is written later.
+        let _ = pages::copy(&mut item.page, stored, runs);
+    }
+}
+
+/// What two faults leave behind when a load was ended: a thread that writes the pages once the flags come.
+fn leave_a_writer(items: &[Item], start: &Start, why: u8) {
+    let leaves = match fault::planted() {
+        Ok(Fault::FinishLeavesWriter) => why == BY_FINISH,
+        Ok(Fault::ResetLeavesWriter) => why == BY_RESET,
+        _ => false,
+    };
+    if !leaves {
+        return;
+    }
+    let places = items.iter().filter(|item| item.found.is_ok()).filter_map(|item| item.page.piece(0).ok());
+    let places: Vec<usize> = places.map(|(place, _)| place as usize).collect();
+    let ready = start.ready.clone();
+    fault::later(0, move || {
+        let end = std::time::Instant::now() + Duration::from_secs(1);
+        while !ready.iter().all(|handle| handle.is_set() == Ok(true)) && std::time::Instant::now() < end {
+            std::thread::sleep(LOOK);
+        }
+        for place in places {
+            // SAFETY: none: the page is the host's again. This is the fault.
+            unsafe { std::ptr::write_volatile(place as *mut u8, 0xee) }
+        }
+    });
 }
 
 fn fill_by_layer(items: &mut [Item], start: &Start, check: &dyn Fn() -> Result<()>) -> Result<()> {
@@ -231,7 +328,7 @@ fn fill_by_layer(items: &mut [Item], start: &Start, check: &dyn Fn() -> Result<(
         check()?;
         let Ok(stored) = found else { continue };
         let pool = page.pool().clone();
-        let runs: Vec<Run> = if page.layers().is_some() {
+        let runs: Vec<Run> = if page.layers().is_some() && !is(Fault::LoadAllLayers) {
             pages::seal(&pool).into_iter().collect()
         } else {
             outside.entry(pool.id()).or_insert_with(|| pages::outside_of_layers(&pool)).clone()
@@ -246,7 +343,8 @@ fn fill_by_layer(items: &mut [Item], start: &Start, check: &dyn Fn() -> Result<(
         for Item { page, found } in items.iter_mut() {
             check()?;
             let Ok(stored) = found else { continue };
-            if page.layers().is_some_and(|wanted| !wanted.contains(&(layer as u32))) {
+            let wanted = page.layers().filter(|_| !is(Fault::LoadAllLayers));
+            if wanted.is_some_and(|wanted| !wanted.contains(&(layer as u32))) {
                 continue;
             }
             let pool = page.pool().clone();
@@ -276,6 +374,7 @@ impl Linker for Face {
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         state.queued.push(load);
+        backend.loads.shared.loads.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -289,10 +388,12 @@ impl Linker for Face {
             let message = format!("batch {} was started already and is not finished", start.batch);
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
-        let (stop, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(loads.is_empty())));
+        let (stop, ended) = (Arc::new(AtomicU8::new(NOT)), Arc::new(AtomicBool::new(loads.is_empty())));
         let number = start.batch;
         let thread = if loads.is_empty() {
-            start.done.settle_all();
+            if !is(Fault::EmptyStartUnsettled) {
+                start.done.settle_all();
+            }
             None
         } else {
             let (shared, stop, ended) = (shared.clone(), stop.clone(), ended.clone());
@@ -313,17 +414,24 @@ impl Linker for Face {
         let shared = &backend.loads.shared;
         let mut state = shared.state.lock();
         let Some(running) = state.batches.remove(&batch) else {
+            if is(Fault::FinishUnknownOk) {
+                return Ok(());
+            }
             return Err(Error::new(ErrorKind::NotFound, format!("batch {batch} was not started, or is finished")));
         };
         let mut late = Ok(());
         while !running.ended.load(Ordering::Acquire) {
             if let Err(error) = call.check() {
                 late = Err(error);
-                running.stop.store(true, Ordering::Release);
+                running.stop.store(BY_FINISH, Ordering::Release);
                 break;
             }
             let left = call.remaining().unwrap_or(Duration::MAX).min(Duration::from_millis(2));
-            shared.changed.wait_for(&mut state, left);
+            if is(Fault::FinishKeepsLock) {
+                std::thread::sleep(left);
+            } else {
+                shared.changed.wait_for(&mut state, left);
+            }
         }
         drop(state);
         let result = match running.thread.map(JoinHandle::join) {
@@ -338,10 +446,12 @@ impl Linker for Face {
     fn cancel_queued_load(backend: &Backend, request: u64) -> Result<()> {
         let mut state = backend.loads.shared.state.lock();
         match state.queued.iter().position(|queued| queued.request == request) {
+            Some(_) if state.queued.len() > 1 && is(Fault::CancelKeepsLoad) => Ok(()),
             Some(index) => {
                 state.queued.remove(index);
                 Ok(())
             }
+            None if is(Fault::CancelAlwaysOk) => Ok(()),
             None => Err(Error::new(ErrorKind::NotFound, format!("request {request} is not queued, or has started"))),
         }
     }
@@ -361,8 +471,12 @@ impl Linker for Face {
 
     fn pop_completed_offload(backend: &Backend) -> Option<Completed> {
         let mut state = backend.loads.shared.state.lock();
-        let done = state.offloads.front()?.done.clone()?;
-        let queued = state.offloads.pop_front()?;
+        let next = match is(Fault::OffloadLastFirst) {
+            true => state.offloads.iter().rposition(|queued| queued.done.is_some())?,
+            false => 0,
+        };
+        let done = state.offloads.get(next)?.done.clone()?;
+        let queued = state.offloads.remove(next)?;
         Some(Completed { operation: queued.offload.operation, result: done })
     }
 

@@ -9,6 +9,8 @@ use std::sync::{Arc, Weak};
 use kvdock_plugin_api::{Error, ErrorKind, PageKey, Result};
 use parking_lot::{Mutex, RwLock};
 
+use crate::fault::{self, Fault};
+
 /// A stored page: whose it is, of which pool, under which key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name {
@@ -86,7 +88,10 @@ impl Store {
         if let Some(store) = open.iter().find(|(path, _)| *path == folder).and_then(|(_, store)| store.upgrade()) {
             return Ok(store);
         }
-        let pages = load(&folder.join(FILE)).map_err(failed)?;
+        let pages = match forgets(&folder) {
+            true => Pages::default(),
+            false => load(&folder.join(FILE)).map_err(failed)?,
+        };
         let store = new(Some(folder.clone()), pages);
         open.push((folder, Arc::downgrade(&store)));
         Ok(store)
@@ -97,9 +102,20 @@ impl Store {
         self.pages.read().map.get(name).cloned()
     }
 
-    /// Whether a page is there.
-    pub fn has(&self, name: &Name) -> bool {
-        self.pages.read().map.contains_key(name)
+    /// Whether a page of this pool and key is there in any namespace.
+    pub fn has_anywhere(&self, name: &Name) -> bool {
+        self.pages.read().map.keys().any(|other| other.pool == name.pool && other.key == name.key)
+    }
+
+    /// A page of the namespace with this key and length, of any pool.
+    pub fn in_any_pool(&self, name: &Name, len: usize) -> Option<Arc<Stored>> {
+        let pages = self.pages.read();
+        let same = |other: &Name| other.namespace == name.namespace && other.key == name.key;
+        pages
+            .map
+            .iter()
+            .find(|(other, stored)| same(other) && stored.bytes.len() == len)
+            .map(|(_, stored)| stored.clone())
     }
 
     /// Stores all pages at once, or none. A page that is there stays as it is.
@@ -153,8 +169,29 @@ impl Store {
         let _one_at_a_time = self.saving.lock();
         let pages: Vec<(Name, Arc<Stored>)> =
             self.pages.read().map.iter().map(|(name, stored)| (name.clone(), stored.clone())).collect();
+        if fault::is(Fault::OtherProcessForgets) {
+            // The fault is what is read; that it can't be written is none.
+            let _ = fs::write(folder.join(OWNER), std::process::id().to_string());
+        }
         let path = folder.join(FILE);
         save(&path, &pages).map_err(|e| Error::new(ErrorKind::Unavailable, format!("{}: {e}", path.display())))
+    }
+}
+
+/// Which process wrote the file; written by a fault alone.
+const OWNER: &str = "owner";
+
+/// Whether a fault makes a folder empty.
+fn forgets(folder: &Path) -> bool {
+    static SEEN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+    let mut seen = SEEN.lock();
+    let again = seen.iter().any(|path| path == folder);
+    seen.push(folder.to_owned());
+    let owner = fs::read_to_string(folder.join(OWNER)).unwrap_or_default();
+    match fault::planted() {
+        Ok(Fault::ForgetsOnReopen) => again,
+        Ok(Fault::OtherProcessForgets) => owner != std::process::id().to_string(),
+        _ => false,
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::super::calls::ERROR_FORM;
 use super::super::store::Store;
 use super::super::{Check, fail_rule};
-use super::{LAYERS, STATUSES, TABLE};
+use super::TABLE;
 use crate::mock::{Found, Options, Part, Query};
 use crate::v0_1::{
     FinishArgs, LinkerTable, LoadArgs, OffloadArgs, OffloadDone, PageKey, PoolTransfer, ReadyHandle, StartArgs,
@@ -75,21 +75,21 @@ impl Queued {
         self.0.statuses.iter().map(|part| part[1..part.len() - 1].iter().map(read).collect()).collect()
     }
 
-    /// Every page has a status, and nothing beside the statuses was written.
-    pub(crate) fn check_settled(&self, after: &str) -> Check {
+    /// Every page has a status, and nothing beside the statuses was written. `rule` is the one that promises it.
+    pub(crate) fn check_settled(&self, rule: &str, after: &str) -> Check {
         for (part, statuses) in self.0.parts.iter().zip(&self.0.statuses) {
             if [statuses.first(), statuses.last()]
                 .into_iter()
                 .flatten()
                 .any(|guard| guard.load(Ordering::Acquire) != GUARD)
             {
-                return fail_rule(STATUSES, "nothing beside the statuses is written", "bytes beside them were written");
+                return fail_rule(rule, "nothing beside the statuses is written", "bytes beside them were written");
             }
             let unset = statuses.iter().position(|status| status.load(Ordering::Acquire) == 0);
             if let Some(index) = unset {
                 let expected = format!("after {after} every page of the operation has a status");
                 let seen = format!("0 for page {} of {} in pool {}", index - 1, part.keys.len(), part.pool);
-                return fail_rule(STATUSES, expected, seen);
+                return fail_rule(rule, expected, seen);
             }
         }
         Ok(())
@@ -119,12 +119,12 @@ impl Words {
     pub(crate) fn wait(&self, time: Duration) -> bool {
         eventually(time, || (0..self.layers()).all(|layer| self.settled(layer)))
     }
-    /// Every layer is settled, and nothing else is written.
-    pub(crate) fn check_settled(&self, after: &str) -> Check {
+    /// Every layer is settled, and nothing else is written. `rule` is the one that promises it.
+    pub(crate) fn check_settled(&self, rule: &str, after: &str) -> Check {
         let guards = [self.0.first(), self.0.last()];
         if guards.into_iter().flatten().any(|word| word.load(Ordering::Acquire) != WORD_GUARD) {
             return fail_rule(
-                LAYERS,
+                rule,
                 "nothing beside the words of the layers is written",
                 "a word beside them has changed",
             );
@@ -133,7 +133,7 @@ impl Words {
         if values.iter().all(|word| *word == 1) {
             return Ok(());
         }
-        fail_rule(LAYERS, format!("after {after} the word of every layer is 1"), format!("{values:?}"))
+        fail_rule(rule, format!("after {after} the word of every layer is 1"), format!("{values:?}"))
     }
 }
 
@@ -284,12 +284,5 @@ impl<'a> Face<'a> {
             // SAFETY: the instance is open.
             unsafe { (self.table.reset)(self.store.this, &raw const context, error) }
         })
-    }
-
-    /// What the table says, as words, so that a function that is missing can be seen.
-    pub(super) fn words(&self) -> Vec<usize> {
-        let count = std::mem::size_of::<LinkerTable>() / std::mem::size_of::<usize>();
-        // SAFETY: the table has this many words, all of them integers or addresses.
-        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self.table).cast::<usize>(), count) }.to_vec()
     }
 }

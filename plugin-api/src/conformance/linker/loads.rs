@@ -10,7 +10,7 @@ use super::super::store::succeeds;
 use super::super::{Check, ensure, fail, fail_rule};
 use super::face::{Face, NOW, flag, handles};
 use super::scene::{At, LAYERS_OF_POOLS, QUIET, Scene, part, seed};
-use super::{LAYERS, STATUSES};
+use super::{DEADLINE, LAYERS, STATUSES};
 use crate::mock::{Found, MockPool, Options, Part, PoolSpec, Query};
 use crate::{CacheMode, ErrorKind, PageStatus};
 
@@ -232,6 +232,7 @@ pub(super) fn deadline(bench: &Bench) -> Check {
     let late = flag();
     let started = scene.face()?.start(&Options::default(), 9, LAYERS_OF_POOLS, &handles(&[late]))?;
     let words = succeeds("start_layer_wise_loading with a flag of the host", started)?;
+    scene.waits_for_its_flag(&scene.kv, &KV)?;
     let short = Options { deadline: Some(Duration::from_millis(50)), ..Options::default() };
     match scene.face()?.finish(&short, 9)? {
         Err(error) if error.kind == ErrorKind::TimedOut => {}
@@ -252,6 +253,7 @@ pub(super) fn cancelled(bench: &Bench) -> Check {
     let options = Options { cancel: Some(cancel), ..Options::default() };
     let started = scene.face()?.start(&options, 9, LAYERS_OF_POOLS, &handles(&[late]))?;
     let words = succeeds("start_layer_wise_loading with a flag of the host", started)?;
+    scene.waits_for_its_flag(&scene.kv, &KV)?;
     cancel.store(1, Ordering::Release);
     if scene.face()?.finish(&Options::default(), 9)?.is_ok() {
         let statuses = queued.statuses();
@@ -266,8 +268,8 @@ pub(super) fn cancelled(bench: &Bench) -> Check {
 }
 
 fn is_over(scene: &Scene, words: super::face::Words, queued: super::face::Queued) -> Check {
-    words.check_settled("a finish that ended the load")?;
-    queued.check_settled("a finish that ended the load")?;
+    words.check_settled(DEADLINE, "a finish that ended the load")?;
+    queued.check_settled(DEADLINE, "a finish that ended the load")?;
     let statuses = queued.statuses();
     let none = statuses.iter().flatten().all(|status| *status != PageStatus::Ok);
     ensure(none && is_untouched(scene), "no page is loaded before the flag of the start is 1", || {
@@ -317,7 +319,7 @@ pub(super) fn beside(bench: &Bench) -> Check {
         calls?;
         succeeds("the finish that waited", waited?)
     })?;
-    words.check_settled("finish_layer_wise_loading")?;
+    words.check_settled(LAYERS, "finish_layer_wise_loading")?;
     scene.loaded(&first.statuses()[0], &scene.kv, &KV[..2])?;
     scene.store.close()
 }
@@ -331,6 +333,6 @@ fn others(scene: &Scene) -> Check {
     let queued = scene.queue(3, &[(&scene.kv, &KV[3..])])?;
     let words = succeeds("start_layer_wise_loading", face.start(&Options::default(), 10, LAYERS_OF_POOLS, &[NOW])?)?;
     succeeds("finish_layer_wise_loading", face.finish(&Options::default(), 10)?)?;
-    words.check_settled("finish_layer_wise_loading")?;
+    words.check_settled(LAYERS, "finish_layer_wise_loading")?;
     scene.loaded(&queued.statuses()[0], &scene.kv, &KV[3..])
 }

@@ -12,8 +12,8 @@ mod scene;
 use super::Rule;
 use crate::Capability;
 
-/// The table of the linker face.
-pub(crate) const TABLE: &str = "linker.table";
+/// The table of the linker face is there.
+pub(crate) const TABLE: &str = "load.linker_table";
 /// What is loaded is what was stored.
 pub(crate) const LOAD: &str = "linker.load";
 /// A verdict for every page.
@@ -22,6 +22,15 @@ pub(crate) const STATUSES: &str = "linker.statuses";
 pub(crate) const LAYERS: &str = "linker.layers";
 /// What is offloaded is stored.
 pub(crate) const OFFLOAD: &str = "linker.offload";
+
+/// An end before its time.
+pub(crate) const DEADLINE: &str = "linker.deadline";
+/// A batch without loads.
+pub(crate) const EMPTY_START: &str = "linker.empty_start";
+/// Nothing is written too early.
+pub(crate) const START_READY: &str = "linker.start_ready";
+/// Popping when there is nothing to pop.
+pub(crate) const POP_EMPTY: &str = "linker.pop_empty";
 
 const LINKER: &[Capability] = &[Capability::Linker];
 const RANGES: &[Capability] = &[Capability::Linker, Capability::Ranges];
@@ -32,13 +41,6 @@ pub(crate) fn simple_rules() -> impl Iterator<Item = &'static Rule> {
 }
 
 pub(super) const RULES: &[Rule] = &[
-    Rule::new(
-        TABLE,
-        "6",
-        "the linker table has the size and version of 0.1, and every function is there",
-        &[refusals::table],
-    )
-    .needs(LINKER),
     Rule::new("linker.lookup", "6", "lookup answers every restorable length as batch_exists does", &[loads::lookup])
         .needs(LINKER),
     Rule::new(
@@ -84,7 +86,7 @@ pub(super) const RULES: &[Rule] = &[
     )
     .needs(LINKER),
     Rule::new(
-        "linker.pop_empty",
+        POP_EMPTY,
         "6",
         "popping when no offload has completed answers not found, and does not wait",
         &[refusals::pop],
@@ -97,15 +99,10 @@ pub(super) const RULES: &[Rule] = &[
     Rule::new("linker.layer_bytes", "6", "the bytes of a settled layer are final", &[loads::layer_bytes]).needs(LINKER),
     Rule::new("linker.ranges", "6", "a load of a range of layers leaves the other layers alone", &[loads::ranges])
         .needs(RANGES),
-    Rule::new("linker.empty_start", "6", "with nothing queued every layer is settled at once", &[loads::empty_start])
+    Rule::new(EMPTY_START, "6", "with nothing queued every layer is settled at once", &[loads::empty_start])
         .needs(LINKER),
-    Rule::new(
-        "linker.start_ready",
-        "6",
-        "no page of a load is written before all ready handles allow it",
-        &[loads::ready],
-    )
-    .needs(LINKER),
+    Rule::new(START_READY, "6", "no page of a load is written before all ready handles allow it", &[loads::ready])
+        .needs(LINKER),
     Rule::new(
         "linker.start_refused",
         "6",
@@ -134,7 +131,7 @@ pub(super) const RULES: &[Rule] = &[
     Rule::new("linker.finish_unknown", "6", "finishing a batch that does not run is not found", &[refusals::finish])
         .needs(LINKER),
     Rule::new(
-        "linker.deadline",
+        DEADLINE,
         "6",
         "a finish at its deadline has ended the load: all is settled, and no page is touched again",
         &[loads::deadline, loads::cancelled],

@@ -167,7 +167,7 @@ impl Model {
 
     fn pop(&mut self) -> Check {
         let Some(offload) = self.offloads.front() else {
-            let popped = succeeds("pop_completed_offload", self.scene.face()?.pop()?)?;
+            let popped = self.scene.pop_now()?;
             return ensure(popped.is_none(), "nothing to pop", || format!("{popped:?}"));
         };
         self.trail.push(format!("pop {}", offload.operation));

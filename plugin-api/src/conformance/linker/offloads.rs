@@ -7,6 +7,7 @@ use super::super::bench::Bench;
 use super::super::data::keys;
 use super::super::store::succeeds;
 use super::super::{Check, ensure, fail};
+use super::OFFLOAD;
 use super::face::{NOW, eventually, flag, handles};
 use super::scene::{At, PAGES, QUIET, Scene, part, seed};
 use crate::mock::{Options, Query};
@@ -24,7 +25,7 @@ pub(super) fn offload(bench: &Bench) -> Check {
     let queued = succeeds("offload", face.offload(7, None, &parts, &[NOW])?)?;
     let popped = scene.pop()?;
     ensure(popped == Some((7, None)), "operation 7 completes without an error", || format!("{popped:?}"))?;
-    queued.check_settled("pop_completed_offload")?;
+    queued.check_settled(OFFLOAD, "pop_completed_offload")?;
     let statuses = queued.statuses();
     ensure(statuses.iter().flatten().all(|status| *status == PageStatus::Ok), "each page is ok", || {
         format!("{statuses:?}")
@@ -53,7 +54,7 @@ pub(super) fn ready(bench: &Bench) -> Check {
     }
     let popped = scene.pop()?;
     ensure(popped == Some((7, None)), "operation 7 completes without an error", || format!("{popped:?}"))?;
-    queued.check_settled("pop_completed_offload")?;
+    queued.check_settled(OFFLOAD, "pop_completed_offload")?;
     let loaded: [At; 3] = [(1, 20), (2, 21), (3, 22)];
     let statuses = scene.statuses_of(1, &scene.kv, &loaded)?;
     for ((number, at), status) in loaded.iter().zip(statuses) {
@@ -117,7 +118,7 @@ pub(super) fn deadline(bench: &Bench) -> Check {
         Some((7, Some(ErrorKind::TimedOut))) => {}
         other => return fail("an offload whose deadline passes completes with timed out", format!("{other:?}")),
     }
-    queued.check_settled("pop_completed_offload")?;
+    queued.check_settled(OFFLOAD, "pop_completed_offload")?;
     late.store(1, Ordering::Release);
     std::thread::sleep(QUIET);
     scene.none_stored(1, &scene.kv, &[(1, 20), (2, 21), (3, 22)], "an offload that was late")?;
@@ -137,7 +138,7 @@ pub(super) fn order(bench: &Bench) -> Check {
         succeeds("offload", offloaded)?;
     }
     std::thread::sleep(QUIET);
-    let early = (face.completed()?, succeeds("pop_completed_offload", face.pop()?)?);
+    let early = (face.completed()?, scene.pop_now()?);
     ensure(early == (0, None), "nothing is completed before the operation that was queued first", || {
         format!("{} completed, popped {:?}", early.0, early.1)
     })?;
@@ -146,7 +147,7 @@ pub(super) fn order(bench: &Bench) -> Check {
     let count = face.completed()?;
     ensure(all && count == 4, "4 completed offloads wait to be popped", || format!("{count}"))?;
     for (left, expected) in (10..14u64).enumerate() {
-        let popped = succeeds("pop_completed_offload", face.pop()?)?;
+        let popped = scene.pop_now()?;
         ensure(popped == Some((expected, None)), format!("operation {expected} is next"), || format!("{popped:?}"))?;
         let count = face.completed()?;
         ensure(count == 3 - left as u64, format!("{} are left", 3 - left), || format!("{count}"))?;

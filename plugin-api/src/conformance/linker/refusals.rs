@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use super::super::bench::Bench;
 use super::super::store::succeeds;
 use super::super::{Check, ensure, fail};
-use super::face::{Face, NOW, flag, handles};
+use super::face::{NOW, flag, handles};
 use super::scene::{At, LAYERS_OF_POOLS, QUIET, Scene, part};
+use crate::ErrorKind;
 use crate::mock::{MockPool, Options, Part, PoolSpec};
-use crate::v0_1::{ABI_VERSION, LinkerTable, ReadyHandle};
-use crate::{CacheMode, ErrorKind};
+use crate::v0_1::ReadyHandle;
 
 const UNKNOWN: ReadyHandle = ReadyHandle { kind: 0x7fff_0001, reserved: 0, handle: 0 };
 const KV: [At; 2] = [(1, 20), (2, 21)];
@@ -39,20 +39,6 @@ fn refused(what: &str, kinds: &[ErrorKind], answer: crate::Result<()>) -> Check 
     }
 }
 
-pub(super) fn table(bench: &Bench) -> Check {
-    let store = bench.open_mode(&bench.identity(), CacheMode::Linker)?;
-    let words = Face::of(&store)?.words();
-    let size = std::mem::size_of::<LinkerTable>();
-    ensure(words[0] == size, format!("a linker table of {size} bytes"), || format!("it says {}", words[0]))?;
-    let version = words[1] as u32;
-    ensure(version == ABI_VERSION, format!("a table of version {ABI_VERSION:#x}"), || format!("{version:#x}"))?;
-    for field in LinkerTable::DESCRIPTION.fields.iter().filter(|field| field.ty.contains("fn")) {
-        let word = words[field.offset / std::mem::size_of::<usize>()];
-        ensure(word != 0, format!("the linker table has the function {}", field.name), || "null".to_owned())?;
-    }
-    store.close()
-}
-
 pub(super) fn offload(bench: &Bench) -> Check {
     let scene = Scene::new(bench)?;
     let face = scene.face()?;
@@ -63,7 +49,7 @@ pub(super) fn offload(bench: &Bench) -> Check {
     let nowhere = face.offload(2, None, &parts, &[NOW])?.map(|_| ());
     refused("an offload of a pool that is not registered", &[ErrorKind::NotFound], nowhere)?;
     std::thread::sleep(QUIET);
-    let left = (face.completed()?, succeeds("pop_completed_offload", face.pop()?)?);
+    let left = (face.completed()?, scene.pop_now()?);
     ensure(left == (0, None), "an offload that was refused never completes", || format!("{left:?}"))?;
     scene.none_stored(1, &scene.kv, &[(1, 30), (2, 31)], "an offload that was refused")?;
     scene.store.close()
@@ -103,9 +89,7 @@ pub(super) fn start(bench: &Bench) -> Check {
     let started = face.start(&Options::default(), 9, LAYERS_OF_POOLS, &[UNKNOWN])?.map(|_| ());
     refused("a start with a ready handle of an unknown kind", &[ErrorKind::Unsupported], started)?;
     // A later batch does not bring it either.
-    let words = succeeds("start", face.start(&Options::default(), 10, LAYERS_OF_POOLS, &[NOW])?)?;
-    succeeds("finish_layer_wise_loading", face.finish(&Options::default(), 10)?)?;
-    words.check_settled("finish_layer_wise_loading")?;
+    scene.empty_batch(10)?;
     std::thread::sleep(QUIET);
     ensure(scene.are_blank(&scene.kv, &KV), "a load that was queued before a refused start is forgotten", || {
         "its pages were written".to_owned()
@@ -139,9 +123,7 @@ pub(super) fn load(bench: &Bench) -> Check {
     scene.blank(&scene.kv, &KV);
     let nowhere = face.load(1, &[part(&scene.kv, &KV), unregistered(&scene)])?.map(|_| ());
     refused("a load of a pool that is not registered", &[ErrorKind::NotFound], nowhere)?;
-    let words = succeeds("start", face.start(&Options::default(), 9, LAYERS_OF_POOLS, &[NOW])?)?;
-    succeeds("finish_layer_wise_loading", face.finish(&Options::default(), 9)?)?;
-    words.check_settled("finish_layer_wise_loading")?;
+    scene.empty_batch(9)?;
     ensure(scene.are_blank(&scene.kv, &KV), "no page of the refused load is written", || "one was".to_owned())?;
     scene.store.close()
 }

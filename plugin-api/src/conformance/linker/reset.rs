@@ -24,6 +24,7 @@ pub(super) fn ends(bench: &Bench) -> Check {
     scene.queue(2, &[(&scene.kv, &QUEUED)])?;
     scene.fill(&scene.kv, &OFFLOADED);
     succeeds("offload", face.offload(7, None, &[part(&scene.kv, &OFFLOADED)], &handles(&[late]))?)?;
+    scene.waits_for_its_flag(&scene.kv, &RUNNING)?;
     succeeds("reset", face.reset(&Options::default())?)?;
     late.store(1, Ordering::Release);
     std::thread::sleep(QUIET);
@@ -33,9 +34,7 @@ pub(super) fn ends(bench: &Bench) -> Check {
         })?;
     }
     // Nothing that was queued comes with a later batch.
-    let words = succeeds("start", face.start(&Options::default(), 10, LAYERS_OF_POOLS, &[NOW])?)?;
-    succeeds("finish_layer_wise_loading", face.finish(&Options::default(), 10)?)?;
-    words.check_settled("finish_layer_wise_loading")?;
+    scene.empty_batch(10)?;
     ensure(scene.are_blank(&scene.kv, &QUEUED), "a queued load is forgotten", || "a page was written".to_owned())?;
     let offloaded = OFFLOADED.map(|(number, at)| (number, at + 30));
     scene.none_stored(3, &scene.kv, &offloaded, "an offload that waited when the reset came")?;
@@ -51,7 +50,7 @@ pub(super) fn usable(bench: &Bench) -> Check {
     let done = eventually(scene.store.watch.limits.call, || matches!(face.completed(), Ok(1) | Err(_)));
     ensure(done, "the offload completes", || "it did not".to_owned())?;
     succeeds("reset", face.reset(&Options::default())?)?;
-    let left = (face.completed()?, succeeds("pop_completed_offload", face.pop()?)?);
+    let left = (face.completed()?, scene.pop_now()?);
     ensure(left == (0, None), "completed offloads are forgotten", || format!("{left:?}"))?;
     scene.queue(1, &[(&scene.kv, &QUEUED)])?;
     succeeds("reset", face.reset(&Options::default())?)?;

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use super::super::bench::Bench;
 use super::super::data::keys;
-use super::super::store::{Store, succeeds};
+use super::super::store::Store;
 use super::super::{Check, fail_rule};
 use super::face::{Face, NOW, Popped, Queued, Words, eventually};
-use super::{LAYERS, LOAD, OFFLOAD};
+use super::{EMPTY_START, LAYERS, LOAD, OFFLOAD, POP_EMPTY, START_READY, STATUSES};
 use crate::mock::{KvShape, MockPool, Options, Part, PoolSpec};
 use crate::v0_1::PageKey;
 use crate::{CacheMode, Dtype, PageStatus};
@@ -102,7 +102,7 @@ impl Scene {
             Some((popped, None)) if popped == operation => {}
             other => return fail_rule(OFFLOAD, format!("{stored}, and is popped"), format!("{other:?}")),
         }
-        queued.check_settled("pop_completed_offload")?;
+        queued.check_settled(OFFLOAD, "pop_completed_offload")?;
         let statuses = queued.statuses();
         if statuses.iter().flatten().any(|status| *status != PageStatus::Ok) {
             return fail_rule(OFFLOAD, "a page of an offload that succeeded is ok", format!("{statuses:?}"));
@@ -112,13 +112,43 @@ impl Scene {
 
     /// Pops the next completed offload, and waits for it.
     pub(crate) fn pop(&self) -> Check<Option<Popped>> {
-        let face = self.face()?;
         let mut popped = Ok(None);
         eventually(self.time(), || {
-            popped = face.pop().and_then(|answer| succeeds("pop_completed_offload", answer));
+            popped = self.pop_now();
             !matches!(popped, Ok(None))
         });
         popped
+    }
+
+    /// Pops the next completed offload, if there is one.
+    pub(crate) fn pop_now(&self) -> Check<Option<Popped>> {
+        match self.face()?.pop()? {
+            Ok(popped) => Ok(popped),
+            Err(error) => fail_rule(POP_EMPTY, "popping answers an offload or not found", error.to_string()),
+        }
+    }
+
+    /// Starts and finishes a batch without loads.
+    pub(crate) fn empty_batch(&self, batch: u64) -> Check {
+        let empty = "a batch without loads starts, is settled and is finished";
+        let face = self.face()?;
+        let words = match face.start(&Options::default(), batch, LAYERS_OF_POOLS, &[NOW])? {
+            Ok(words) => words,
+            Err(error) => return fail_rule(EMPTY_START, empty, error.to_string()),
+        };
+        if let Err(error) = face.finish(&Options::default(), batch)? {
+            return fail_rule(EMPTY_START, empty, error.to_string());
+        }
+        words.check_settled(EMPTY_START, "a batch without loads")
+    }
+
+    /// After a while no page was written by a load whose flag has not come yet.
+    pub(crate) fn waits_for_its_flag(&self, pool: &MockPool, pages: &[At]) -> Check {
+        std::thread::sleep(QUIET);
+        if self.are_blank(pool, pages) {
+            return Ok(());
+        }
+        fail_rule(START_READY, "no page of a load is written before its flag is 1", "a page was written")
     }
 
     /// Queues the load of pages, which are blank before.
@@ -144,8 +174,8 @@ impl Scene {
         if let Err(error) = self.face()?.finish(&Options::default(), batch)? {
             return fail_rule(LOAD, "a batch that was started is finished", error.to_string());
         }
-        words.check_settled("finish_layer_wise_loading")?;
-        queued.iter().try_for_each(|queued| queued.check_settled("finish_layer_wise_loading"))
+        words.check_settled(LAYERS, "finish_layer_wise_loading")?;
+        queued.iter().try_for_each(|queued| queued.check_settled(STATUSES, "finish_layer_wise_loading"))
     }
 
     /// Pages of a pool are loaded with the bytes that were stored.
