@@ -27,6 +27,15 @@ impl Metrics {
         self.values.iter().filter(|(found, with, _)| found == name && matches(with)).map(|(_, _, value)| value).sum()
     }
 
+    /// Every series, as `name{label="value",...}` with the labels in order.
+    pub fn series(&self) -> Vec<String> {
+        let show = |(name, labels, _): &(String, BTreeMap<String, String>, f64)| {
+            let labels: Vec<String> = labels.iter().map(|(key, value)| format!("{key}=\"{value}\"")).collect();
+            format!("{name}{{{}}}", labels.join(","))
+        };
+        self.values.iter().map(show).collect()
+    }
+
     /// Whether there is a value of this name.
     pub fn has(&self, name: &str) -> bool {
         self.values.iter().any(|(found, _, _)| found == name)
@@ -65,5 +74,6 @@ mod tests {
         assert_eq!(metrics.sum("b", &[]), 1.5);
         assert_eq!(metrics.sum("c", &[]), 0.0);
         assert!(metrics.has("b") && !metrics.has("c"));
+        assert_eq!(metrics.series()[1..], ["a_total{op=\"get\",result=\"late\"}", "b{}"]);
     }
 }

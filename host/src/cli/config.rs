@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use super::{Failure, Settings, print, say};
-use crate::config::{Config, check_served};
+use crate::config::{Config, check_served, host_keys_in};
 use crate::plugin::schema::validate;
 use crate::plugin::{find, search_path};
 
@@ -24,26 +24,35 @@ pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
         }
         Some(_) => {}
     }
-    if let Err(problem) = check_backends(&loaded.config) {
-        if loaded.config.storage.required {
-            return Err(Failure(format!("{name}: {problem}")));
-        }
-        say(&format!("warning: serving would start without storage: {problem}"));
+    let problems = check_backends(&loaded.config);
+    if loaded.config.storage.required && !problems.is_empty() {
+        let lines: Vec<String> = problems.iter().map(|problem| format!("{name}: {problem}")).collect();
+        return Err(Failure(lines.join("\n")));
+    }
+    for problem in problems {
+        say(&format!("warning: serving would start without this backend: {problem}"));
     }
     print(&format!("{name}: ok\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Finds the plugins of the backends that the file selects, and checks their keys against what the plugins take.
-fn check_backends(config: &Config) -> Result<(), String> {
+/// Finds the plugins of all backends that the file selects, and checks their keys against what the plugins take. Gives a line for each
+/// backend that could not be attached.
+fn check_backends(config: &Config) -> Vec<String> {
     let folders = search_path(&config.storage.plugin_path);
-    for backend in config.storage.selected() {
+    let check = |backend: &str| -> Result<(), String> {
         let table = config.storage.table(backend);
         let plugin = find(&table.plugin, &folders).map_err(|problem| format!("storage.{backend}: {problem}"))?;
         let schema = &plugin.note.config_schema;
-        validate(backend, schema, &table.for_schema(schema))?;
-    }
-    Ok(())
+        for key in host_keys_in(schema) {
+            let plugin = &table.plugin;
+            say(&format!(
+                "warning: storage.{backend}.{key} is the host's: plugin {plugin} declares it too, and never sees its value"
+            ));
+        }
+        validate(backend, schema, &table.for_schema(schema)).map(drop)
+    };
+    config.storage.selected().into_iter().filter_map(|backend| check(backend).err()).collect()
 }
 
 /// Prints all keys.

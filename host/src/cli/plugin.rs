@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use serde_json::Value;
 
 use super::{Failure, Settings, print};
+use crate::config::host_keys_in;
 use crate::plugin::{Found, PluginInfo, discover, find, inspect, search_path};
 
 /// Lists the plugins in the search path.
@@ -78,6 +79,12 @@ fn describe(info: &PluginInfo) -> String {
     }
     text.push_str("config keys\n");
     text.push_str(&keys(&note.config_schema));
+    for key in host_keys_in(&note.config_schema) {
+        let _ = writeln!(
+            text,
+            "warning: {key} is a key of the host, see `kvdock config reference`; the plugin never sees its value"
+        );
+    }
     text
 }
 

@@ -180,21 +180,16 @@ fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result
     Ok(CacheConfig {
         host_pages: sizes.host_pages,
         host_layout: cache.host_layout.parse()?,
-        write_policy: write_policy(config).parse()?,
+        write_policy: cache.write_policy.parse()?,
         prefetch_policy: cache.prefetch_policy.parse()?,
         prefetch_threshold: cache.prefetch_threshold as usize,
         prefetch_timeout_base: cache.prefetch_timeout_base,
         prefetch_timeout_per_ki_token: cache.prefetch_timeout_per_ki_token,
+        break_even: config.storage.break_even.parse()?,
         eviction: cache.eviction.parse()?,
         identity,
         ..CacheConfig::default()
     })
-}
-
-/// The policy in use: the attached backend's own, if it has one. One backend means one way down for a page.
-fn write_policy(config: &Config) -> String {
-    let own = config.storage.selected().first().and_then(|name| config.storage.table(name).settings.write_policy);
-    own.unwrap_or_else(|| config.cache.write_policy.clone())
 }
 
 /// The configuration as `/get_server_info` shows it: without keys, and without the backends'
@@ -223,25 +218,12 @@ fn settings(config: &Config) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Sources, load};
 
     #[test]
     fn a_model_is_named_after_its_file_or_folder() {
         assert_eq!(name_of(Path::new("/m/Some.Model-Q4_1.gguf")), "Some.Model-Q4_1");
         assert_eq!(name_of(Path::new("/m/Some.Model/")), "Some.Model");
         assert_ne!(name_of(Path::new(".")), "model");
-    }
-
-    #[test]
-    fn the_attached_backends_write_policy_wins() {
-        let policy = |set: &[&str]| {
-            let set = set.iter().map(|text| (*text).to_owned()).collect();
-            write_policy(&load(&Sources { set, ..Sources::default() }).unwrap().config)
-        };
-        assert_eq!(policy(&["cache.write_policy=write_back"]), "write_back");
-        let own = "storage.file.write_policy=write_through_selective";
-        assert_eq!(policy(&["storage.backend=file", own]), "write_through_selective");
-        assert_eq!(policy(&["storage.backend=other", own]), "write_through");
     }
 
     #[test]

@@ -25,5 +25,5 @@ pub use settings::{
     Amount, CacheConfig, CacheMode, Config, DeviceChoice, EngineConfig, LogFormat, ModelConfig, Secret, ServerConfig,
     StorageConfig, TelemetryConfig,
 };
-pub use storage::{BackendTable, KeyScheme};
+pub use storage::{BackendTable, KeyScheme, host_keys_in};
 pub use value::parse_size;

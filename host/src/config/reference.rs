@@ -23,7 +23,7 @@ pub fn reference() -> String {
         entry(&mut out, key, name, false);
     }
     out.push_str(
-        "\n# One table for each storage backend; NAME is what storage.backend says. The keys below\n\
+        "\n# One table for each storage backend; NAME is one that storage.backend or storage.backends says. The keys below\n\
          # are the host's, all others are the backend's own: `kvdock plugin info NAME` lists them.\n\
          # [storage.NAME]\n",
     );

@@ -30,17 +30,7 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
                 .into(),
         );
     }
-    if config.storage.break_even == "auto" {
-        refuse(
-            "storage.break_even = \"auto\": this build does not measure where loading pays; set \
-             \"off\""
-                .into(),
-        );
-    }
     let selected = config.storage.selected();
-    if selected.len() > 1 {
-        refuse(format!("storage.backends = {selected:?}: this build attaches one backend at a time; keep one"));
-    }
     if config.cache.mode == CacheMode::Device && !selected.is_empty() {
         refuse(format!(
             "cache.mode = \"device\" has no storage tier, but storage backend {:?} is named; set \

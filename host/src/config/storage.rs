@@ -179,6 +179,14 @@ impl BackendTable {
     }
 }
 
+/// Keys that `schema`, the config schema of a plugin, declares though the host takes them out of every backend's table. The plugin
+/// never sees their values.
+pub fn host_keys_in(schema: &Json) -> Vec<&'static str> {
+    let declared = schema.get("properties").and_then(Json::as_object);
+    let is_declared = |key: &&Key| declared.is_some_and(|properties| properties.contains_key(key.path));
+    BACKEND_KEYS.iter().filter(is_declared).map(|key| key.path).collect()
+}
+
 /// A number that its key's kind let pass.
 fn whole(checked: &Value) -> u64 {
     checked.as_integer().and_then(|number| u64::try_from(number).ok()).unwrap_or_default()
@@ -283,6 +291,13 @@ mod tests {
             table.set_host_key(key, key.path, &value).unwrap();
             assert_ne!(table, BackendTable::new("file"), "{}", key.path);
         }
+    }
+
+    #[test]
+    fn host_keys_in_a_plugins_schema_are_found() {
+        let schema = json!({"properties": {"dir": {}, "timeout": {}, "retries": {"type": "integer"}}});
+        assert_eq!(host_keys_in(&schema), ["timeout", "retries"]);
+        assert_eq!(host_keys_in(&json!({})), Vec::<&str>::new());
     }
 
     #[test]

@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value};
 
-use super::state::BackendState;
+use super::backend::{BackendSettings, GuardReport};
+use super::state::{BackendState, StateReport};
 
 /// How an attach treats backends that are attached already.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +18,7 @@ pub enum AttachMode {
     ReplaceOnly,
     /// Replace the named backend and keep the others.
     Replace(String),
-    /// Append behind those already attached.
+    /// One more beside those already attached: where the configuration's list has its name, else at the end.
     Add,
 }
 
@@ -48,16 +49,26 @@ pub struct BackendStatus {
     pub version: String,
     /// SHA-256 of the plugin's file, in hex.
     pub sha256: String,
+    /// Tells two instances of one name apart, in the log too; grows.
+    pub instance: u64,
     /// Where it is in its life.
     pub state: BackendState,
     /// Since when it has been in that state.
     pub since: SystemTime,
     /// Why it is degraded, failed or detached; empty when there is nothing to say.
     pub reason: String,
+    /// The latest states with their times and reasons, the present one last.
+    pub history: Vec<StateReport>,
+    /// Whether the cache uses it. Not yet while it is being opened, and not any more once it was detached, replaced or has failed.
+    pub in_use: bool,
     /// Operations in flight.
     pub in_flight: u64,
     /// Host pages held by calls that are past their deadline and have not returned.
     pub quarantined_pages: u64,
+    /// What the guards around it have seen, while it is in use.
+    pub guards: Option<GuardReport>,
+    /// How the host treats it.
+    pub settings: BackendSettings,
     /// The config in use, as JSON, with secret values replaced.
     pub config: Map<String, Value>,
 }
@@ -69,8 +80,13 @@ pub struct StorageStatus {
     pub prefetch_policy: String,
     /// The write policy in use.
     pub write_policy: String,
-    /// Attached backends, in the order they are asked.
+    /// Attached backends, in the order they are asked; then those that are being opened, and those that are leaving or can't be
+    /// closed.
     pub backends: Vec<BackendStatus>,
+    /// Instances that have ended, the latest last. Only the last few are kept.
+    pub past: Vec<BackendStatus>,
+    /// How often the backends of these names went to a state since the start of the process.
+    pub transitions: Vec<(String, BackendState, u64)>,
 }
 
 /// Why an admin call was refused. The text is shown to the client.
@@ -90,20 +106,20 @@ impl AdminError {
 
 /// Attach, detach, status and clear of storage backends, while requests run.
 ///
-/// On any error of `attach` nothing has changed. The text of a success is the second line of the
+/// No call waits for another one, and on any error of `attach` nothing has changed. The text of a success is the second line of the
 /// HTTP reply.
 pub trait StorageAdmin: Send + Sync {
     /// Attaches or replaces a backend.
     fn attach(&self, request: AttachRequest) -> Result<String, AdminError>;
 
-    /// Detaches `name`, or all backends. `force` skips the drain. Detaching when nothing is
-    /// attached is a success.
+    /// Detaches `name`, or all backends, and calls off attaches that run. `force` skips the drain, also one that an earlier call
+    /// began. Detaching when nothing is attached is a success.
     fn detach(&self, name: Option<&str>, force: bool) -> Result<String, AdminError>;
 
     /// What is attached, and how it is.
     fn status(&self) -> StorageStatus;
 
-    /// Asks every attached backend to drop the pages of this server's namespace. Says what was
+    /// Asks `name`, or every attached backend, to drop the pages of this server's namespace. Says what was
     /// cleared, by backend.
-    fn clear(&self, timeout: Duration) -> Result<String, AdminError>;
+    fn clear(&self, name: Option<&str>, timeout: Duration) -> Result<String, AdminError>;
 }

@@ -68,6 +68,8 @@ pub struct Instance {
     hurried: AtomicBool,
     /// A health call has not returned.
     asked: Arc<AtomicBool>,
+    /// The trouble that the plugin told last by itself; none after it told that all is well.
+    told: Arc<Mutex<Option<String>>>,
     /// How far its end has come; locked as long as it is worked on.
     end: Mutex<End>,
 }
@@ -112,6 +114,8 @@ impl Instance {
         });
         let workers = Workers::start(&name, library.face(), raw, concurrency, on_all_late)?;
         let health_state = state.clone();
+        let told: Arc<Mutex<Option<String>>> = Arc::default();
+        let tells = told.clone();
         context.listen(Some(Box::new(move |health, reason| {
             let to = match health {
                 HealthState::Ok => BackendState::Active,
@@ -119,6 +123,8 @@ impl Instance {
                 // A backend that says it fails may still heal; it is the host that fails an instance for good.
                 HealthState::Failed => BackendState::Degraded,
             };
+            let trouble = (to == BackendState::Degraded).then(|| reason.clone());
+            *tells.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
             health_state.go_if(BackendState::serves, to, &reason);
         })));
         Ok(Arc::new(Instance {
@@ -135,6 +141,7 @@ impl Instance {
             entered: AtomicUsize::new(0),
             hurried: AtomicBool::new(false),
             asked: Arc::default(),
+            told,
             end: Mutex::new(End::Open),
         }))
     }
@@ -274,6 +281,11 @@ impl Instance {
             let _answered = answered;
             health(face, raw, &context)
         })
+    }
+
+    /// The trouble that the plugin told last by itself, if it has not told that all is well since.
+    pub fn told_trouble(&self) -> Option<String> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Ends the drain of a `shut` that runs or comes: calls that run are cancelled at once.

@@ -15,6 +15,7 @@ use super::host_table::{HOST_TABLE, HostContext};
 use super::inspect::{Note, NoteCapabilities, PluginInfo};
 use super::instance::{Instance, Parts};
 use super::library::Library;
+use super::manager::watch::ask;
 use super::pool_desc::OwnedPoolDesc;
 use super::state::{BackendState, StateCell};
 
@@ -320,7 +321,8 @@ fn an_error_keeps_its_kind_and_words() {
 fn a_panic_fails_the_instance_once_and_for_good() {
     let (instance, knobs, failures) = attach("panic", 2);
     set_mood(&knobs, Mood::Panic);
-    let error = get(&instance, SECOND, &[1]).0.unwrap_err();
+    // The trace of a panic takes a while on a busy machine.
+    let error = get(&instance, SECOND * 60, &[1]).0.unwrap_err();
     assert!(error.message.contains("moody on purpose"), "{error}");
     let report = instance.state().report();
     assert_eq!(report.state, BackendState::Failed);
@@ -495,8 +497,18 @@ fn health_told_by_the_plugin_degrades_and_heals() {
     let report = instance.state().report();
     assert_eq!((report.state, report.reason.as_str()), (BackendState::Degraded, "the disk is full"));
     assert_eq!(get(&instance, SECOND, &[1]).0, Ok(()), "a degraded backend still serves");
+    ask(&instance, None);
+    assert_eq!(
+        instance.state().state(),
+        BackendState::Degraded,
+        "asked, it only says that it answers; what it told stands"
+    );
     tell(api::HealthState::Ok, "");
     assert_eq!(instance.state().report().state, BackendState::Active);
+    ask(&instance, Some("reads keep failing".into()));
+    assert_eq!(instance.state().report().reason, "reads keep failing");
+    ask(&instance, None);
+    assert_eq!(instance.state().state(), BackendState::Active);
     shut(&instance, SECOND);
 }
 

@@ -67,7 +67,7 @@ impl BackendState {
 }
 
 /// A state with its time and reason.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateReport {
     /// State.
     pub state: BackendState,

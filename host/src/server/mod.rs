@@ -15,6 +15,7 @@ mod sampling;
 mod sse;
 mod state;
 mod storage_routes;
+mod storage_status;
 mod usage;
 
 pub use auth::Keys;

@@ -53,7 +53,7 @@ pub fn router(server: Arc<Server>) -> Router {
             "/hicache/storage-backend",
             get(async |State(s): Shared| storage_routes::show(&s)).put(attach_storage).delete(detach_storage),
         )
-        .route("/hicache/storage-backend/clear", post(async |State(s): Shared| storage_routes::clear(s).await))
+        .route("/hicache/storage-backend/clear", post(clear_storage))
         .route_layer(middleware::from_fn_with_state(server.clone(), need_admin_key));
     open.merge(api)
         .merge(admin)
@@ -201,6 +201,19 @@ async fn attach_storage(State(server): Shared, request: Request) -> Answer {
     server.accepting()?;
     let fields = body::fields(&server, request).await?;
     storage_routes::attach(server, fields).await
+}
+
+#[derive(Deserialize)]
+struct ClearQuery {
+    backend: Option<String>,
+}
+
+async fn clear_storage(
+    State(server): Shared,
+    query: Result<Query<ClearQuery>, axum::extract::rejection::QueryRejection>,
+) -> Answer {
+    let Query(query) = query.map_err(|error| ApiError::bad_request(error.body_text()))?;
+    storage_routes::clear(server, query.backend).await
 }
 
 #[derive(Deserialize)]

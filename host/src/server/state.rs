@@ -53,8 +53,12 @@ impl Served {
     /// Name of the attached storage backend, several joined with commas.
     pub fn storage_backend(&self) -> Option<String> {
         let status = self.storage.as_ref()?.status();
-        let names: Vec<_> =
-            status.backends.into_iter().filter(|backend| backend.state.serves()).map(|backend| backend.name).collect();
+        let names: Vec<_> = status
+            .backends
+            .into_iter()
+            .filter(|backend| backend.in_use && backend.state.serves())
+            .map(|backend| backend.name)
+            .collect();
         (!names.is_empty()).then(|| names.join(","))
     }
 }

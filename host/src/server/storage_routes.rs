@@ -6,13 +6,14 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::state::{Server, unix_seconds};
+use super::state::Server;
+use super::storage_status::status_json;
 use crate::cache::{PrefetchPolicy, WritePolicy};
-use crate::plugin::admin::{AdminError, AttachMode, AttachRequest, BackendStatus, StorageAdmin, StorageStatus};
+use crate::plugin::admin::{AdminError, AttachMode, AttachRequest, StorageAdmin, StorageStatus};
 
 /// Most time for a clear.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(60);
@@ -52,36 +53,6 @@ pub(super) fn show(server: &Server) -> Result<Response, ApiError> {
         None => StorageStatus::default(),
     };
     Ok(Json(status_json(&status)).into_response())
-}
-
-fn status_json(status: &StorageStatus) -> Value {
-    let first = status.backends.iter().find(|backend| backend.state.serves());
-    let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
-    let attached = first.is_some();
-    let config = first.map(|backend| Value::Object(backend.config.clone()).to_string());
-    let backends: Vec<_> = status.backends.iter().map(backend_json).collect();
-    json!({
-        "hicache_storage_backend": first.map(|backend| backend.name.as_str()),
-        "hicache_storage_backend_extra_config": config,
-        "hicache_storage_prefetch_policy":
-            attached.then(|| text(&status.prefetch_policy)).flatten(),
-        "hicache_write_policy": attached.then(|| text(&status.write_policy)).flatten(),
-        "backends": backends,
-    })
-}
-
-fn backend_json(backend: &BackendStatus) -> Value {
-    json!({
-        "name": backend.name,
-        "plugin": backend.plugin,
-        "version": backend.version,
-        "sha256": backend.sha256,
-        "state": backend.state.as_str(),
-        "since": unix_seconds(backend.since),
-        "reason": (!backend.reason.is_empty()).then_some(&backend.reason),
-        "in_flight": backend.in_flight,
-        "quarantined_pages": backend.quarantined_pages,
-    })
 }
 
 /// `PUT`: attaches or replaces.
@@ -168,10 +139,10 @@ pub(super) async fn detach(server: Arc<Server>, backend: Option<String>, force: 
     Ok(reply(result, "HiCache storage backend detached.", "Failed to detach HiCache storage backend."))
 }
 
-/// `POST .../clear`: removes what the backends hold for this server's namespace.
-pub(super) async fn clear(server: Arc<Server>) -> Result<Response, ApiError> {
+/// `POST .../clear`: removes what one backend or all hold for this server's namespace.
+pub(super) async fn clear(server: Arc<Server>, backend: Option<String>) -> Result<Response, ApiError> {
     let admin = admin(&server)?;
-    let result = blocking(move || admin.clear(CLEAR_TIMEOUT)).await;
+    let result = blocking(move || admin.clear(backend.as_deref(), CLEAR_TIMEOUT)).await;
     Ok(reply(
         result,
         "Hierarchical cache storage backend cleared.",
@@ -183,8 +154,7 @@ pub(super) async fn clear(server: Arc<Server>) -> Result<Response, ApiError> {
 mod tests {
     use super::super::auth::Keys;
     use super::*;
-    use crate::plugin::BackendState;
-    use std::time::SystemTime;
+    use serde_json::json;
 
     fn read(value: Value) -> Result<AttachRequest, ApiError> {
         let server = Server::new(Keys::default(), 1);
@@ -240,49 +210,5 @@ mod tests {
         ] {
             assert_eq!(read(value).unwrap_err().param.as_deref(), Some(param));
         }
-    }
-
-    #[test]
-    fn nothing_attached_is_nulls() {
-        let json = status_json(&StorageStatus {
-            prefetch_policy: "timeout".into(),
-            write_policy: "write_through".into(),
-            backends: Vec::new(),
-        });
-        assert_eq!(
-            json,
-            json!({"hicache_storage_backend": null, "hicache_storage_backend_extra_config": null,
-                "hicache_storage_prefetch_policy": null, "hicache_write_policy": null,
-                "backends": []})
-        );
-    }
-
-    #[test]
-    fn an_attached_backend_is_shown() {
-        let json = status_json(&StorageStatus {
-            prefetch_policy: "timeout".into(),
-            write_policy: "write_through".into(),
-            backends: vec![BackendStatus {
-                name: "fast".into(),
-                plugin: "file".into(),
-                version: "0.1.0".into(),
-                sha256: "ab".into(),
-                state: BackendState::Degraded,
-                since: SystemTime::UNIX_EPOCH + Duration::from_secs(5),
-                reason: "disk full".into(),
-                in_flight: 1,
-                quarantined_pages: 2,
-                config: json!({"dir": "/x"}).as_object().cloned().unwrap(),
-            }],
-        });
-        assert_eq!(json["hicache_storage_backend"], "fast");
-        assert_eq!(json["hicache_storage_backend_extra_config"], "{\"dir\":\"/x\"}");
-        assert_eq!(json["hicache_write_policy"], "write_through");
-        assert_eq!(
-            json["backends"][0],
-            json!({"name": "fast", "plugin": "file", "version": "0.1.0", "sha256": "ab",
-                "state": "degraded", "since": 5, "reason": "disk full", "in_flight": 1,
-                "quarantined_pages": 2})
-        );
     }
 }

@@ -1,17 +1,16 @@
 //! Which figure goes under which name. SGLang's names where it has one.
 
 use std::fmt;
-use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::metrics::MetricSources;
 use super::write::Writer;
-use crate::cache::{BackendCounters, CacheStats, CallFigures, StorageOp, StorageResult};
+use super::{backends, calls};
+use crate::cache::{CacheStats, StorageOp, StorageResult};
 use crate::engine::EngineStats;
-use crate::plugin::admin::BackendStatus;
-use crate::plugin::backend::BreakerState;
+use crate::plugin::admin::StorageStatus;
 use crate::plugin::manager::ReportedMetric;
 
 /// Reads all figures when metrics are asked for.
@@ -33,8 +32,9 @@ impl Collector for Figures {
         pools(&mut out, &cache, self.0.page_size)?;
         tiers(&mut out, &cache)?;
         prefetch(&mut out, &cache)?;
-        self.distributions(&mut out)?;
-        self.storage(&mut out)
+        let status = self.0.storage.as_ref().map(|storage| storage.status()).unwrap_or_default();
+        self.distributions(&mut out, &status)?;
+        self.storage(&mut out, &status)
     }
 }
 
@@ -192,7 +192,7 @@ fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
 }
 
 impl Figures {
-    fn distributions(&self, out: &mut Writer<'_>) -> fmt::Result {
+    fn distributions(&self, out: &mut Writer<'_>, status: &StorageStatus) -> fmt::Result {
         let observer = &self.0.observer;
         out.histogram(
             "sglang:eviction_duration_seconds",
@@ -218,6 +218,7 @@ impl Figures {
         for (name, help, snapshots) in &by_backend {
             let labelled: Vec<_> = snapshots
                 .iter()
+                .filter(|(backend, _)| is_shown(status, backend))
                 .map(|(backend, snapshot)| ([("storage_backend", backend.as_str())], snapshot))
                 .collect();
             let series: Vec<_> = labelled.iter().map(|(l, s)| (l.as_slice(), *s)).collect();
@@ -226,8 +227,10 @@ impl Figures {
         Ok(())
     }
 
-    fn storage(&self, out: &mut Writer<'_>) -> fmt::Result {
-        let backends = self.0.cache.backends();
+    /// Series of the backends that the status shows. Those of one that has left end; when it comes back, its counts go on.
+    fn storage(&self, out: &mut Writer<'_>, status: &StorageStatus) -> fmt::Result {
+        let mut backends = self.0.cache.backends();
+        backends.retain(|(name, _)| is_shown(status, name));
         let mut labelled = Vec::new();
         for (name, counters) in &backends {
             for op in StorageOp::ALL {
@@ -239,66 +242,16 @@ impl Figures {
         }
         let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
         out.counters("kvdock:storage_pages", "Pages by backend, call and what became of them", &series)?;
-        backend_calls(out, &backends)?;
-        if let Some(storage) = &self.0.storage {
-            backend_states(out, &storage.status().backends)?;
-        }
+        calls::write(out, &backends)?;
         if let Some(plugins) = &self.0.plugins {
             plugin_figures(out, &plugins.reported_metrics())?;
         }
-        Ok(())
+        backends::write(out, status)
     }
 }
 
-/// What the guards around the backends have counted.
-fn backend_calls(out: &mut Writer<'_>, backends: &[(String, Arc<BackendCounters>)]) -> fmt::Result {
-    let figures: Vec<(&str, StorageOp, CallFigures)> = backends
-        .iter()
-        .flat_map(|(name, counters)| StorageOp::CALLS.map(|op| (name.as_str(), op, counters.calls(op))))
-        .collect();
-    let mut labelled = Vec::new();
-    for &(name, op, calls) in &figures {
-        let outcomes = [
-            ("ok", calls.ok),
-            ("failed", calls.failed),
-            ("cancelled", calls.cancelled),
-            ("skipped", calls.skipped),
-            ("crowded_out", calls.crowded_out),
-        ];
-        let labels = |outcome| [("backend", name), ("op", op.as_str()), ("outcome", outcome)];
-        labelled.extend(outcomes.map(|(outcome, count)| (labels(outcome), count)));
-    }
-    let series: Vec<_> = labelled.iter().map(|(labels, n)| (labels.as_slice(), *n)).collect();
-    out.counters("kvdock:storage_calls", "Calls by backend, call and outcome, each with its retries", &series)?;
-    let labels: Vec<_> =
-        figures.iter().map(|(name, op, calls)| ([("backend", *name), ("op", op.as_str())], calls)).collect();
-    let counts = |pick: fn(&CallFigures) -> u64| -> Vec<_> {
-        labels.iter().map(|(labels, calls)| (labels.as_slice(), pick(calls))).collect()
-    };
-    let seconds = |pick: fn(&CallFigures) -> u64| -> Vec<_> {
-        labels.iter().map(|(labels, calls)| (labels.as_slice(), pick(calls) as f64 / 1e9)).collect()
-    };
-    out.counters("kvdock:storage_retries", "Calls made again after an error", &counts(|calls| calls.retries))?;
-    out.counters("kvdock:storage_bytes", "Bytes of the pages read and stored", &counts(|calls| calls.bytes))?;
-    out.counters("kvdock:storage_queued", "Calls that waited for their turn", &counts(|calls| calls.queued))?;
-    out.seconds("kvdock:storage_call_seconds", "Time in the backend", &seconds(|calls| calls.nanos))?;
-    out.seconds("kvdock:storage_queued_seconds", "Time calls waited for their turn", &seconds(|c| c.queued_nanos))?;
-    out.seconds(
-        "kvdock:storage_limited_seconds",
-        "Time calls waited for the bandwidth limit",
-        &seconds(|calls| calls.limited_nanos),
-    )?;
-    let mut breakers = Vec::new();
-    for (name, counters) in backends {
-        for (way, now) in ["read", "write"].into_iter().zip(counters.breakers()) {
-            for state in BreakerState::ALL {
-                let labels = [("backend", name.as_str()), ("way", way), ("state", state.as_str())];
-                breakers.push((labels, if state == now { 1.0 } else { 0.0 }));
-            }
-        }
-    }
-    let series: Vec<_> = breakers.iter().map(|(labels, value)| (labels.as_slice(), *value)).collect();
-    out.gauges("kvdock:storage_breaker", "1 for the state a circuit breaker is in", &series)
+fn is_shown(status: &StorageStatus, name: &str) -> bool {
+    status.backends.iter().any(|backend| backend.name == name)
 }
 
 /// What plugins reported. Their names are theirs, so they stand in a label and can't collide with
@@ -315,25 +268,4 @@ fn plugin_figures(out: &mut Writer<'_>, reported: &[ReportedMetric]) -> fmt::Res
     out.gauges("kvdock:plugin_value", "What plugins report: sums of counters, values of gauges", &values)?;
     let counts: Vec<_> = labelled.iter().map(|(l, metric)| (l.as_slice(), metric.count)).collect();
     out.counters("kvdock:plugin_reports", "How often plugins reported", &counts)
-}
-
-fn backend_states(out: &mut Writer<'_>, backends: &[BackendStatus]) -> fmt::Result {
-    let states: Vec<_> = backends
-        .iter()
-        .map(|backend| {
-            [("backend", backend.name.as_str()), ("plugin", backend.plugin.as_str()), ("state", backend.state.as_str())]
-        })
-        .collect();
-    let series: Vec<_> = states.iter().map(|labels| (labels.as_slice(), 1.0)).collect();
-    out.gauges("kvdock:storage_backend_state", "1 for the state a backend is in", &series)?;
-    let names: Vec<_> = backends.iter().map(|b| [("backend", b.name.as_str())]).collect();
-    let figures = |pick: fn(&BackendStatus) -> u64| -> Vec<_> {
-        names.iter().zip(backends).map(|(labels, backend)| (labels.as_slice(), pick(backend) as f64)).collect()
-    };
-    out.gauges("kvdock:storage_in_flight", "Operations in flight", &figures(|backend| backend.in_flight))?;
-    out.gauges(
-        "kvdock:storage_quarantined_pages",
-        "Host pages held by late calls",
-        &figures(|backend| backend.quarantined_pages),
-    )
 }

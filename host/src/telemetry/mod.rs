@@ -1,5 +1,7 @@
 //! Logs and metrics.
 
+mod backends;
+mod calls;
 mod collector;
 mod events;
 mod http;

@@ -3,12 +3,14 @@
 // A test that cannot go on panics: that is how it fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod admin;
 mod broken;
 mod clients;
 mod faults;
 mod kills;
 mod page_multiples;
 mod restart;
+mod several;
 mod starts;
 mod swap;
 mod swap_load;

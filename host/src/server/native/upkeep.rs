@@ -85,9 +85,9 @@ pub(in crate::server) async fn flush_cache(
     }
     // After the other tiers: their backups could write anew what is being removed.
     let mut cleared = None;
-    let attached = served.storage.clone().filter(|storage| !storage.status().backends.is_empty());
+    let attached = served.storage.clone().filter(|storage| storage.status().backends.iter().any(|b| b.in_use));
     if let (true, Some(storage)) = (tiers.storage, attached) {
-        let result = tokio::task::spawn_blocking(move || storage.clear(CLEAR_TIMEOUT)).await;
+        let result = tokio::task::spawn_blocking(move || storage.clear(None, CLEAR_TIMEOUT)).await;
         let message = result
             .map_err(|_| ApiError::internal("clearing storage failed"))?
             .map_err(|error| ApiError::bad_request(format!("the storage tier was not emptied: {error}")))?;

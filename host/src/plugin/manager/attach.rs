@@ -1,0 +1,232 @@
+//! Bringing a backend in.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use super::super::admin::{AdminError, AttachMode, AttachRequest};
+use super::super::backend::PolicyChange;
+use super::super::discover::find_with;
+use super::super::open::{OpenRequest, open};
+use super::super::state::{BackendState, StateCell};
+use super::board::Board;
+use super::detach::CLOSE_TIMEOUT;
+use super::member::Member;
+use super::{Shared, lock};
+use crate::config::{BackendTable, host_keys_in};
+
+/// Most attaches at a time; each holds a thread, and none lasts for ever.
+const MOST_COMING: usize = 8;
+
+/// How long an attach waits for the end of what it replaced, so that its answer can tell of it.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How an attach went.
+pub(super) type Answer = Result<Arrival, Refused>;
+
+/// A backend that is in use now.
+pub(super) struct Arrival {
+    pub member: Arc<Member>,
+    /// What it replaced.
+    pub replaced: Option<Arc<Member>>,
+}
+
+/// Why a backend did not come in.
+pub(super) struct Refused {
+    pub error: AdminError,
+    /// What tells of it, if its attach began.
+    pub member: Option<Arc<Member>>,
+}
+
+impl Shared {
+    pub fn attach(self: &Arc<Self>, request: AttachRequest) -> Result<String, AdminError> {
+        let name = request.backend;
+        let table = self.config.table(&name);
+        let mut table = match &request.config {
+            Some(over) => table.overlaid(over).map_err(AdminError::new)?,
+            None => table,
+        };
+        let mut change =
+            PolicyChange { prefetch: request.prefetch_policy, write: request.write_policy, ..PolicyChange::default() };
+        let plugin = find_with(self.abi, &table.plugin, &self.folders).map_err(AdminError::new)?;
+        change.take_from(&mut table.own, &plugin.note.config_schema).map_err(AdminError::new)?;
+        self.sink.check_policies(&change).map_err(AdminError::new)?;
+        let arrival = self.bring_in(table, &request.mode, &change).map_err(|refused| refused.error)?;
+        let mut text = format!("{name} (version {}) is attached.", arrival.member.version());
+        if let Some(replaced) = arrival.replaced {
+            text.push_str(&format!(" It replaces {}", replaced.name));
+            text.push_str(match replaced.wait_end_within(REPORT_TIMEOUT) {
+                Some(true) => ".",
+                Some(false) => ", which can't be closed because a call into it does not return.",
+                None => ", which still drains.",
+            });
+        }
+        Ok(text)
+    }
+
+    /// Opens a backend beside what is there and switches it in. When it is refused, nothing has changed. An attach that is called off answers at
+    /// once; what the plugin does until then is undone when it returns.
+    pub fn bring_in(self: &Arc<Self>, table: BackendTable, mode: &AttachMode, change: &PolicyChange) -> Answer {
+        let pool = self.sink.host_pool().ok_or_else(|| Refused {
+            error: AdminError::new(
+                "there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"",
+            ),
+            member: None,
+        })?;
+        let member =
+            self.announce(&table, mode).map_err(|error| Refused { error: AdminError::new(error), member: None })?;
+        let request = OpenRequest {
+            abi: self.abi,
+            config: table,
+            folders: self.folders.clone(),
+            identity: self.identity.clone(),
+            pool,
+            state: member.state.clone(),
+            calls: member.calls.clone(),
+        };
+        let answered = member.expect_answer();
+        let work = {
+            let (shared, member, mode, change) = (self.clone(), member.clone(), mode.clone(), change.clone());
+            move || {
+                let ready = AssertUnwindSafe(|| shared.open_and_switch(&member, &request, &mode, &change));
+                let panicked = |_| Err(shared.turn_away(&member, "its attach panicked; the log says where"));
+                member.answer(catch_unwind(ready).unwrap_or_else(panicked));
+            }
+        };
+        let gone = match thread::Builder::new().name("kv-attach".into()).spawn(work) {
+            Ok(_) => match answered.recv() {
+                Ok(answer) => return answer,
+                Err(_) => "its attach ended without an answer".to_owned(),
+            },
+            Err(error) => format!("no thread to open it with: {error}"),
+        };
+        Err(self.turn_away(&member, &format!("storage backend {}: {gone}", member.name)))
+    }
+
+    fn open_and_switch(
+        self: &Arc<Self>,
+        member: &Arc<Member>,
+        request: &OpenRequest,
+        mode: &AttachMode,
+        change: &PolicyChange,
+    ) -> Answer {
+        let ready = open(request).and_then(|opened| {
+            let schema = &opened.instance.library().info.note.config_schema;
+            for key in host_keys_in(schema) {
+                tracing::warn!(
+                    backend = %member.name,
+                    key,
+                    "the plugin's schema declares a key that is the host's; the plugin never sees its value"
+                );
+            }
+            member.set_opened(opened);
+            self.switch_in(member, mode, change)
+        });
+        match ready {
+            Ok(replaced) => {
+                if let Some(replaced) = &replaced {
+                    self.retire(replaced, false, &format!("replaced by {}", member.name));
+                }
+                Ok(Arrival { member: member.clone(), replaced })
+            }
+            Err(error) => Err(self.turn_away(member, &error)),
+        }
+    }
+
+    /// Shows that a backend is being opened.
+    fn announce(self: &Arc<Self>, table: &BackendTable, mode: &AttachMode) -> Result<Arc<Member>, String> {
+        let name = &table.name;
+        let (shared, counted) = (Arc::downgrade(self), name.clone());
+        let on_change = move |state| {
+            if let Some(shared) = shared.upgrade() {
+                shared.count(&counted, state);
+                if state == BackendState::Failed {
+                    shared.sweep_soon();
+                }
+            }
+        };
+        let state = StateCell::new(name, Box::new(on_change));
+        let member = Member::new(name, &table.plugin, table.settings.clone(), state);
+        let mut board = lock(&self.board);
+        // Refused here already if it is clear that there is no place for it.
+        board.plan(name, mode, member.ticket(), self.rank(name))?;
+        if board.coming.len() >= MOST_COMING {
+            let names: Vec<&str> = board.coming.iter().map(|coming| coming.name.as_str()).collect();
+            return Err(format!("{MOST_COMING} backends are being opened already: {}", names.join(", ")));
+        }
+        board.coming.push(member.clone());
+        drop(board);
+        self.count(name, BackendState::Loading);
+        Ok(member)
+    }
+
+    /// Place of a name by the configuration's list.
+    fn rank(&self, name: &str) -> usize {
+        self.config.selected().iter().position(|listed| *listed == name).unwrap_or(usize::MAX)
+    }
+
+    /// The one step in which the cache begins to use a backend and ends to use the one that it replaces, which is given back.
+    fn switch_in(
+        &self,
+        member: &Arc<Member>,
+        mode: &AttachMode,
+        change: &PolicyChange,
+    ) -> Result<Option<Arc<Member>>, String> {
+        let refuse = |why: String| format!("storage backend {}: {why}", member.name);
+        let Some(instance) = member.instance() else { return Err(refuse("it is not open".into())) };
+        let mut board = lock(&self.board);
+        Board::forget(&mut board.coming, member);
+        if let Some(reason) = member.called_off() {
+            return Err(refuse(reason));
+        }
+        if !member.state.serves() {
+            let report = member.state.report();
+            return Err(refuse(format!("it is {}: {}", report.state.as_str(), report.reason)));
+        }
+        let rank = self.rank(&member.name);
+        let plan = board.plan(&member.name, mode, member.ticket(), rank).map_err(refuse)?;
+        let place = board.place(&plan);
+        // From here on nothing fails.
+        self.sink.set_policies(change);
+        self.sink.attached(instance.clone(), place);
+        let replaced = board.put(&plan, rank, member.clone(), true);
+        if let Some(replaced) = &replaced {
+            board.leaving.push(replaced.clone());
+        }
+        Ok(replaced)
+    }
+
+    /// Ends what came up in vain.
+    fn turn_away(self: &Arc<Self>, member: &Arc<Member>, error: &str) -> Refused {
+        let refused = Refused { error: AdminError::new(error), member: Some(member.clone()) };
+        let mut board = lock(&self.board);
+        Board::forget(&mut board.coming, member);
+        board.leaving.push(member.clone());
+        drop(board);
+        if member.instance().is_some() {
+            self.retire(member, true, error);
+            // All is as it was before the answer, if the plugin lets it be.
+            member.wait_end_within(CLOSE_TIMEOUT);
+            return refused;
+        }
+        member.state.go_if(|before| before != BackendState::Failed, BackendState::Failed, error);
+        if !member.calls.is_idle() {
+            member.state.go(BackendState::Zombie, &format!("a call of its attach has not returned: {error}"));
+        }
+        self.ended(member, member.calls.is_idle());
+        refused
+    }
+
+    /// Shows in its place a backend of the configuration that could not be attached.
+    pub fn keep_place(&self, name: &str, member: Option<Arc<Member>>) {
+        let Some(member) = member else { return };
+        let mut board = lock(&self.board);
+        let rank = self.rank(name);
+        if let Ok(plan) = board.plan(name, &AttachMode::Add, member.ticket(), rank) {
+            board.past.retain(|past| past.instance != member.ticket());
+            Board::forget(&mut board.leaving, &member);
+            board.put(&plan, rank, member, false);
+        }
+    }
+}
