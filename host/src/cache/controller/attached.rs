@@ -76,6 +76,8 @@ pub(crate) struct CallInfo<'a> {
     pub bytes: u64,
     /// What it belongs to.
     pub operation: &'a CancelSet,
+    /// Less time than the backend's timeout, so that there is some left to ask another one.
+    pub within: Option<Duration>,
 }
 
 /// Counts of one way.
@@ -258,7 +260,8 @@ impl Attached {
         attempt: &mut impl FnMut(&dyn StorageBackend, &CallOptions) -> Result<R, BackendError>,
     ) -> Result<R, CallFault> {
         let state = &self.ways[way as usize];
-        let (now, timeout) = (Instant::now(), self.settings().timeout);
+        let now = Instant::now();
+        let timeout = info.within.map_or(self.settings().timeout, |within| within.min(self.settings().timeout));
         if self.is_retired() || state.breaker.lock().is_open(now) {
             return Err(CallFault::Skipped);
         }
@@ -373,7 +376,10 @@ impl Attached {
                 }
             }
         }
-        self.figures.set_breaker(way as usize, breaker.state());
+        // A backend that left may have a successor of its name, whose figures these are.
+        if !self.is_retired() {
+            self.figures.set_breaker(way as usize, breaker.state());
+        }
     }
 
     fn take_bandwidth(&self, way: Way, info: &CallInfo<'_>, now: Instant, patience: Instant) -> Result<(), CallFault> {

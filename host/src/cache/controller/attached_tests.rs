@@ -108,7 +108,7 @@ fn failing(kind: ErrorKind) -> (Arc<Scripted>, Attached) {
 }
 
 fn flush(attached: &Attached, operation: &CancelSet) -> Result<(), CallFault> {
-    let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation };
+    let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation, within: None };
     attached.call(&info, |backend, options| backend.flush(options))
 }
 
@@ -129,6 +129,7 @@ fn get(attached: &Attached, pages: usize, page_bytes: u64) -> (super::super::pag
         page_bytes,
         session: "",
         operation: &operation,
+        within: None,
     };
     let outcome = attached.paged(&call, &mut status, |_| true);
     (outcome, status)
@@ -280,7 +281,7 @@ fn no_more_calls_at_a_time_than_the_backend_wants_and_waiting_is_counted() {
         for _ in 0..8 {
             scope.spawn(|| {
                 let operation = CancelSet::default();
-                let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation };
+                let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation, within: None };
                 attached
                     .call(&info, |_, _| {
                         most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
@@ -303,7 +304,7 @@ fn a_call_that_waits_for_its_turn_keeps_its_own_time_and_does_not_wait_for_ever(
         BackendSettings { concurrency: Some(1), timeout: Duration::from_millis(200), ..BackendSettings::default() };
     let (_, attached) = scripted(settings, |_, _, _| Ok(()));
     let operation = CancelSet::default();
-    let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation };
+    let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation, within: None };
     let (entered, inside) = std::sync::mpsc::channel();
     let (leave, left) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
@@ -319,7 +320,7 @@ fn a_call_that_waits_for_its_turn_keeps_its_own_time_and_does_not_wait_for_ever(
         assert!(matches!(flush(attached, &CancelSet::default()), Err(CallFault::CrowdedOut)));
         let waiter = scope.spawn(|| {
             let operation = CancelSet::default();
-            let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation };
+            let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation, within: None };
             attached.call(&info, |_, options| Ok(options.deadline.saturating_duration_since(Instant::now())))
         });
         while attached.report(None).writes.queued < 2 {
@@ -372,7 +373,7 @@ fn a_wait_for_bandwidth_ends_when_the_operation_is_called_off() {
         BackendSettings { write_bandwidth: Some(10), timeout: Duration::from_secs(600), ..BackendSettings::default() };
     let (_, attached) = scripted(settings, |_, _, _| Ok(()));
     let operation = CancelSet::default();
-    let info = CallInfo { op: StorageOp::Set, pages: 1, bytes: 3000, operation: &operation };
+    let info = CallInfo { op: StorageOp::Set, pages: 1, bytes: 3000, operation: &operation, within: None };
     attached.call(&info, |_, _| Ok(())).unwrap();
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| attached.call(&info, |_, _| Ok(())));

@@ -108,6 +108,7 @@ fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcom
             page_bytes: shared.host.page_bytes(),
             session: &job.session,
             operation: &operation,
+            within: None,
         };
         let began = Instant::now();
         let result = target.paged(&call, &mut status, |_| true);

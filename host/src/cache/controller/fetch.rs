@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -14,6 +14,9 @@ use crate::plugin::backend::PageKey;
 
 /// Backends that a fetch can tell apart.
 pub(crate) const MOST_SOURCES: usize = 64;
+
+/// Least time for a call to a backend for which another one could stand in.
+const LEAST_SHARE: Duration = Duration::from_millis(20);
 
 /// What is to be fetched.
 #[derive(Debug, Default)]
@@ -28,6 +31,8 @@ pub(crate) struct FetchOrder {
     pub threshold: usize,
     /// Session of the first request that waits for it, or empty.
     pub session: String,
+    /// How long the requests that wait for it do so, where that is known.
+    pub patience: Option<Duration>,
     /// Whether only what is faster than computing is read.
     pub break_even: bool,
     /// A few pages are read though computing is faster, to measure anew.
@@ -42,6 +47,8 @@ pub(crate) struct Fetch {
     pub id: u64,
     /// What is to be fetched.
     pub order: FetchOrder,
+    /// When it was made.
+    began: Instant,
     /// Pages before the span.
     pub start: usize,
     /// Pages in the span.
@@ -60,7 +67,7 @@ pub(crate) struct Fetch {
 #[derive(Debug, Default)]
 pub(crate) struct FetchState {
     /// Keys of the prefix and of the span.
-    pub keys: Vec<PageKey>,
+    pub keys: Arc<[PageKey]>,
     /// The backends in use when storage was asked, in order; at most `MOST_SOURCES`.
     pub sources: Vec<Source>,
     /// Ends of the runs of pages, and which source delivers each, in order.
@@ -115,6 +122,7 @@ impl Fetch {
             id,
             start: order.path.pages,
             span: order.span,
+            began: Instant::now(),
             order,
             cancel: CancelSet::default(),
             first_bad: AtomicUsize::new(usize::MAX),
@@ -137,6 +145,18 @@ impl Fetch {
     /// Pages that the fetch still holds. They are the caller's now; only for a fetch that is done.
     pub fn take_rest(&self) -> Vec<u32> {
         self.state.lock().pages.iter_mut().filter_map(Option::take).collect()
+    }
+
+    /// The time for a call to one backend that leaves those `after` it some to stand in for it; none where nobody can, or where nobody
+    /// says how long that may take.
+    pub(super) fn share<'a>(&self, after: impl IntoIterator<Item = &'a Source>) -> Option<Duration> {
+        self.share_among(after.into_iter().filter(|source| !source.attached.is_resting()).count())
+    }
+
+    /// As `share`, with so many backends that can stand in.
+    pub(super) fn share_among(&self, others: usize) -> Option<Duration> {
+        let left = self.order.patience?.saturating_sub(self.began.elapsed());
+        (others > 0).then(|| (left / (others as u32 + 1)).max(LEAST_SHARE))
     }
 
     /// Page `at` of the span will not come.

@@ -30,7 +30,8 @@ impl Guarded {
     /// # Errors
     /// When the call failed or was not made.
     pub fn batch_exists(&self, keys: &[PageKey], chain: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
-        let info = CallInfo { op: StorageOp::Exists, pages: keys.len(), bytes: 0, operation: &self.operation };
+        let info =
+            CallInfo { op: StorageOp::Exists, pages: keys.len(), bytes: 0, operation: &self.operation, within: None };
         let result = self.attached.call(&info, |backend, options| backend.batch_exists(options, keys, chain));
         result.map_err(|fault| self.error(fault))
     }
@@ -82,7 +83,15 @@ impl Guarded {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         status.fill(PageStatus::Unset);
-        let call = PagedCall { op, chain, pages, page_bytes: self.page_bytes, session, operation: &self.operation };
+        let call = PagedCall {
+            op,
+            chain,
+            pages,
+            page_bytes: self.page_bytes,
+            session,
+            operation: &self.operation,
+            within: None,
+        };
         self.attached.paged(&call, status, |_| true).result.map_err(|fault| self.error(fault))
     }
 

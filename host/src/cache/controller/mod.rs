@@ -130,8 +130,8 @@ pub(crate) enum Forecast {
 }
 
 impl Shared {
-    /// Whether reading up to `span` pages may be faster than computing them.
-    pub fn forecast(&self, span: usize) -> Forecast {
+    /// Whether reading up to `span` pages may be faster than computing them. `shortest` is the fewest tokens storage is asked for.
+    pub fn forecast(&self, span: usize, shortest: usize) -> Forecast {
         let Some(prefill) = self.prefill.rate() else { return Forecast::Unknown };
         let (current, page_bytes) = (self.registry.current(), self.host.page_bytes());
         let is_slow = |attached: &Arc<Attached>| {
@@ -140,6 +140,10 @@ impl Shared {
                 && worth(&[Part { source: 0, pages: span, fit }], page_bytes, self.page_size, prefill).pages == 0
         };
         let Some(first) = current.first().filter(|_| current.iter().all(is_slow)) else { return Forecast::Unknown };
+        for attached in current.iter() {
+            let report = attached.speed.report(Some(prefill), page_bytes as f64 / self.page_size as f64);
+            attached.speed.note(attached.name(), report, shortest);
+        }
         let explore = first.speed.refuse();
         tracing::debug!(
             span_tokens = span * self.page_size,
@@ -332,7 +336,7 @@ fn write_storage(shared: &Shared) {
             WriteJob::Store(job) => backup::run(shared, job),
             WriteJob::Flush(target) => {
                 let operation = CancelSet::default();
-                let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation };
+                let info = CallInfo { op: StorageOp::Flush, pages: 0, bytes: 0, operation: &operation, within: None };
                 if let Err(fault) = target.call(&info, |backend, options| backend.flush(options)) {
                     tracing::warn!(backend = target.name(), ?fault, "storage could not be flushed");
                 }

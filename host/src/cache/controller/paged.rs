@@ -1,6 +1,7 @@
 //! Calls about pages: which of them came, which are tried again, which are in the hands of a late call.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use super::attached::{Attached, CallFault, CallInfo, Way};
 use super::guard::cancel::CancelSet;
@@ -22,6 +23,8 @@ pub(crate) struct PagedCall<'a> {
     pub session: &'a str,
     /// What the call belongs to.
     pub operation: &'a CancelSet,
+    /// Less time than the backend's timeout, so that there is some left to ask another one.
+    pub within: Option<Duration>,
 }
 
 /// What became of a paged call.
@@ -87,8 +90,13 @@ impl Attached {
         let mut in_use = 0..0;
         let mut answered = false;
         let count = call.pages.len();
-        let info =
-            CallInfo { op: call.op, pages: count, bytes: call.page_bytes * count as u64, operation: call.operation };
+        let info = CallInfo {
+            op: call.op,
+            pages: count,
+            bytes: call.page_bytes * count as u64,
+            operation: call.operation,
+            within: call.within,
+        };
         let result = if status.len() != count || call.chain.len() < count {
             Err(CallFault::Failed(self.error(ErrorKind::Internal, "pages, keys and statuses do not fit")))
         } else {

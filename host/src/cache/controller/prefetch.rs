@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::attached::{Attached, CallFault, CallInfo};
 use super::fetch::{Fetch, FetchState, MOST_SOURCES, Source};
@@ -48,7 +48,7 @@ pub(super) fn query(shared: &Shared, fetch: Arc<Fetch>) {
     let wanted = if enough { found.keep_what_is_worth_it(shared, &fetch) } else { 0 };
     {
         let mut state = fetch.state.lock();
-        state.keys = keys;
+        state.keys = keys.into();
         state.hit = Some(hit);
         state.fault = found.fault;
         state.plan = found.plan(wanted);
@@ -93,7 +93,9 @@ impl Found {
                 reads: None,
             };
             if found.covered < span && !fetch.cancel.is_cancelled() {
-                match exists(attached, fetch, keys, found.covered, index + 1 == count) {
+                let others = backends[index + 1..count].iter().filter(|other| !other.is_resting()).count();
+                let within = fetch.share_among(others);
+                match exists(attached, fetch, keys, found.covered, index + 1 == count, within) {
                     Ok(present) => {
                         let asked = found.first[found.covered..].iter_mut().zip(&present);
                         asked.filter(|(_, there)| **there).for_each(|(first, _)| *first = (*first).min(index));
@@ -175,6 +177,7 @@ fn exists(
     keys: &[PageKey],
     from: usize,
     last: bool,
+    within: Option<Duration>,
 ) -> Result<Vec<bool>, MissReason> {
     let (prefix, asked) = keys.split_at((fetch.start + from).min(keys.len()));
     let now = Instant::now();
@@ -190,7 +193,7 @@ fn exists(
     }
     let asked = &asked[..shunned.len()];
     let chain = ChainInfo { position: prefix.len() as u64, prefix_keys: prefix, session_id: &fetch.order.session };
-    let info = CallInfo { op: StorageOp::Exists, pages: asked.len(), bytes: 0, operation: &fetch.cancel };
+    let info = CallInfo { op: StorageOp::Exists, pages: asked.len(), bytes: 0, operation: &fetch.cancel, within };
     match attached.call(&info, |backend, options| backend.batch_exists(options, asked, &chain)) {
         Ok(restorable) => {
             let there: Vec<bool> = (0..asked.len()).map(|page| restorable.has_page(page)).collect();

@@ -107,27 +107,29 @@ fn provide_pages(shared: &Shared, fetch: &Fetch, run: &Range<usize>) -> bool {
 /// Reads pages in a row from one backend. Says which did not come.
 fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) -> Vec<Absent> {
     let all = |verdict| run.clone().map(|page| Absent { page, verdict }).collect();
-    let (attached, emptied, keys, pages) = {
+    let (attached, emptied, keys, pages, within) = {
         let state = fetch.state.lock();
         let Some(Source { attached, emptied, .. }) = state.sources.get(source) else {
             return all(StorageResult::Failed);
         };
         let pages: Vec<u32> = state.pages[run.clone()].iter().flatten().copied().collect();
-        (Arc::clone(attached), *emptied, state.keys[..fetch.start + run.end].to_vec(), pages)
+        (Arc::clone(attached), *emptied, Arc::clone(&state.keys), pages, fetch.share(&state.sources[source + 1..]))
     };
     if pages.len() != run.len() {
         tracing::error!(pages = pages.len(), keys = run.len(), "a fetch lost pages before they were read");
         return all(StorageResult::Failed);
     }
-    let own = &keys[fetch.start + run.start..];
+    let chain = &keys[..fetch.start + run.end];
+    let own = &chain[fetch.start + run.start..];
     let mut status = vec![PageStatus::Unset; run.len()];
     let call = PagedCall {
         op: StorageOp::Get,
-        chain: &keys,
+        chain,
         pages: &pages,
         page_bytes: shared.host.page_bytes(),
         session: &fetch.order.session,
         operation: &fetch.cancel,
+        within,
     };
     let began = Instant::now();
     let outcome = attached.paged(&call, &mut status, |page| {
@@ -216,7 +218,7 @@ impl Run<'_> {
         let mut status = vec![PageStatus::Unset; keys.len()];
         let can_remove = self.attached.limits().remove;
         let operation = CancelSet::default();
-        let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation };
+        let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation, within: None };
         let removed = can_remove
             && self.attached.call(&info, |backend, options| backend.batch_remove(options, &keys, &mut status)).is_ok();
         let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);

@@ -132,23 +132,19 @@ impl CacheManager {
             return Prefetch::Ready;
         };
         let now = Instant::now();
+        let (span, bound) = match self.fetches.get(&wait.fetch) {
+            Some(active) => (active.fetch.span, wait.began + active.bound),
+            None => (0, now),
+        };
+        // The clock starts at the first look that finds the request blocked.
         let until = match self.config.prefetch_policy {
             PrefetchPolicy::BestEffort => now,
             PrefetchPolicy::Timeout => {
-                let pages = self.fetches.get(&wait.fetch).map_or(0, |active| active.fetch.span);
-                let allowed = timeout(
-                    self.config.prefetch_timeout_base,
-                    self.config.prefetch_timeout_per_ki_token,
-                    pages,
-                    self.page_size,
-                );
-                // The clock starts at the first look that finds the request blocked.
-                *wait.until.get_or_insert(now + allowed)
+                *wait.until.get_or_insert_with(|| now + self.patience(span).unwrap_or(Duration::ZERO))
             }
-            PrefetchPolicy::WaitComplete => {
-                let bound = self.fetches.get(&wait.fetch).map_or(Duration::ZERO, |active| active.bound);
-                *wait.until.get_or_insert(wait.began + bound)
-            }
+            PrefetchPolicy::WaitComplete => *wait
+                .until
+                .get_or_insert_with(|| self.patience(span).map_or(bound, |patience| bound.min(now + patience))),
         };
         let enough = self.find(state, &state.prompt).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
         if now >= until || enough {
@@ -156,6 +152,27 @@ impl CacheManager {
             return Prefetch::Ready;
         }
         Prefetch::Waiting { until }
+    }
+
+    /// How long a request waits for a span, from the first look that finds it blocked, where that is known beforehand.
+    fn patience(&self, span: usize) -> Option<Duration> {
+        let allowed = match self.config.prefetch_policy {
+            PrefetchPolicy::BestEffort | PrefetchPolicy::WaitComplete => None,
+            PrefetchPolicy::Timeout => Some(timeout(
+                self.config.prefetch_timeout_base,
+                self.config.prefetch_timeout_per_ki_token,
+                span,
+                self.page_size,
+            )),
+        };
+        [allowed, self.time_to_compute(span)].into_iter().flatten().min()
+    }
+
+    /// Time that computing a span takes, where the cache goes by that and knows it: no wait is worth more.
+    fn time_to_compute(&self, span: usize) -> Option<Duration> {
+        let rate = self.lower.as_ref().and_then(|lower| lower.shared.prefill.rate())?;
+        let seconds = (span * self.page_size) as f64 / rate;
+        (self.config.break_even == BreakEvenMode::Auto).then(|| Duration::try_from_secs_f64(seconds).ok()).flatten()
     }
 
     /// The longest prefix of `tokens` that may be reused and is in the tree.
@@ -211,7 +228,7 @@ impl CacheManager {
         }
         let forecast = match self.config.break_even {
             BreakEvenMode::Off => Forecast::Unknown,
-            BreakEvenMode::Auto => lower.shared.forecast(span),
+            BreakEvenMode::Auto => lower.shared.forecast(span, threshold),
         };
         if forecast == Forecast::Refuse {
             self.count(|counters| &counters.unfulfilled_not_worth_tokens, span * self.page_size);
@@ -237,6 +254,7 @@ impl CacheManager {
             span,
             threshold: threshold.div_ceil(self.page_size),
             session,
+            patience: self.patience(span),
             break_even: self.config.break_even == BreakEvenMode::Auto,
             explore: forecast == Forecast::Explore,
         };

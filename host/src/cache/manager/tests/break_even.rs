@@ -115,11 +115,34 @@ fn the_tail_of_a_slow_backend_is_computed_and_the_head_of_a_fast_one_loaded() {
     let mut rig = Rig::new(64, auto());
     rig.attach("fast", &fast, |_| {});
     let b = rig.attach("slow", &slow, |_| {});
-    *b.faults.delay.lock() = Duration::from_millis(300);
+    *b.faults.delay.lock() = Duration::from_millis(600);
     assert_eq!(again(&mut rig, &prompt).from_storage, 10 * PAGE);
-    // 16 tokens in 160 ms against 300 ms and more, 24 in 240 ms against next to nothing.
-    rig.cache.prefilled(1000, 0, Duration::from_secs(10));
+    // 16 tokens in 0.5 s against 0.6 s and more, 24 in 0.8 s against next to nothing.
+    rig.cache.prefilled(300, 0, Duration::from_secs(10));
     let grant = again(&mut rig, &prompt);
     assert_eq!((grant.from_storage, reasons(&grant)), (6 * PAGE, vec![MissReason::NotWorthIt]));
     rig.check();
+}
+
+#[test]
+fn i23309_no_wait_is_longer_than_computing_takes() {
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let store = filled(&prompt);
+    for policy in [PrefetchPolicy::WaitComplete, PrefetchPolicy::Timeout] {
+        let patient = CacheConfig { prefetch_policy: policy, prefetch_timeout_base: LONG, ..auto() };
+        let (mut rig, backend) = Rig::with_storage(64, patient, &store);
+        backend.faults.hang_reads.store(true, Ordering::Release);
+        // A thousand tokens a second: 40 ms.
+        rig.cache.prefilled(1000, 0, Duration::from_secs(1));
+        let id = rig.request(&prompt, &CacheNamespace::default());
+        let Prefetch::Waiting { until } = rig.cache.poll(id) else { panic!("it does not wait") };
+        assert!(until <= Instant::now() + Duration::from_millis(41), "{policy}");
+        rig.wait_storage(id);
+        let grant = rig.acquire(id, &prompt);
+        assert_eq!((grant.tokens, reasons(&grant)), (0, vec![MissReason::BackendSlow]));
+        rig.cache.abort(id, Vec::new());
+        backend.faults.hang_reads.store(false, Ordering::Release);
+        rig.settle();
+        rig.check();
+    }
 }

@@ -171,3 +171,28 @@ fn a_backend_that_leaves_in_the_middle_of_a_read_is_stood_in_for() {
     rig.settle();
     rig.check();
 }
+
+/// A backend that does not answer must not use up the time in which another one could.
+#[test]
+fn i2039_a_backend_that_hangs_leaves_time_for_the_next() {
+    let prompt = tokens(1, 8 * PAGE + 1);
+    let (first, second) = filled(&prompt);
+    for hang_at in [0, 4] {
+        let patient = CacheConfig {
+            prefetch_policy: PrefetchPolicy::Timeout,
+            prefetch_timeout_base: Duration::from_secs(3),
+            ..config(64)
+        };
+        let mut rig = Rig::new(64, patient);
+        let a = rig.attach("first", &first, |_| {});
+        rig.attach("second", &second, |_| {});
+        // Either the question hangs, or the read of the second half.
+        a.faults.hang_only.lock().insert(keys(&prompt)[hang_at]);
+        a.faults.hang_reads.store(true, Ordering::Release);
+        let grant = rig.run(&prompt);
+        assert_eq!((grant.from_storage, grant.why.len()), (8 * PAGE, 0), "hangs at page {hang_at}");
+        a.faults.hang_reads.store(false, Ordering::Release);
+        rig.settle();
+        rig.check();
+    }
+}
