@@ -63,8 +63,8 @@ mod time;
 
 pub use declared::Declared;
 pub use load::HOST_KEYS;
-pub use report::{Entry, Finding, Report, Verdict};
-pub use run::{Limits, Subject, Suite, run_step};
+pub use report::{Entry, Finding, MOST_HANGS, Report, Verdict};
+pub use run::{Limits, Subject, Suite, run_in_order, run_step};
 
 use crate::Capability;
 use bench::Bench;
@@ -82,6 +82,8 @@ pub struct Rule {
     pub needs: &'static [Capability],
     /// It looks at the whole process, and so has to be alone in it.
     pub alone: bool,
+    /// Its first step ends with the process, killed at work.
+    pub killed: bool,
     /// What is run, one after the other with the same scratch folder, each in a process of its own where there is one for each rule.
     pub(crate) steps: &'static [Step],
 }
@@ -92,14 +94,26 @@ impl Rule {
         self.steps.len()
     }
 
+    /// Rules without which this one says nothing: when one of them is broken, this one is not run.
+    pub fn stands_on(&self) -> &'static [&'static str] {
+        match (self.id, self.id.split_once('.').map_or("", |(group, _)| group)) {
+            (load::FILE | load::MAPS, _) => &[],
+            (data::ONE_PAGE, _) | (_, "load" | "open" | "calls") => &[load::MAPS],
+            _ => &[load::MAPS, data::ONE_PAGE],
+        }
+    }
+
     const fn new(id: &'static str, section: &'static str, promise: &'static str, steps: &'static [Step]) -> Rule {
-        Rule { id, promise, section, needs: &[], alone: false, steps }
+        Rule { id, promise, section, needs: &[], alone: false, killed: false, steps }
     }
     const fn needs(self, needs: &'static [Capability]) -> Rule {
         Rule { needs, ..self }
     }
     const fn alone(self) -> Rule {
         Rule { alone: true, ..self }
+    }
+    const fn killed(self) -> Rule {
+        Rule { alone: true, killed: true, ..self }
     }
 }
 

@@ -5,11 +5,38 @@
 mod common;
 
 use common::{KVDOCK_NOTE_SOURCE, kvdock_plugin_entry};
-use kvdock_plugin_api::conformance::Suite;
+use kvdock_plugin_api::conformance::{Suite, rules};
 
 #[test]
 fn a_right_plugin_keeps_every_rule() {
     let report = Suite::new(kvdock_plugin_entry, &KVDOCK_NOTE_SOURCE).run();
     println!("{report}");
     report.assert_passed();
+}
+
+#[test]
+fn the_contract_lists_every_rule() {
+    let page = include_str!("../ABI.md");
+    let (_, table) = page.split_once("| rule | what a plugin promises | section |\n| --- | --- | --- |\n").unwrap();
+    let listed: Vec<&str> = table.lines().take_while(|line| line.starts_with('|')).collect();
+    let right: Vec<String> =
+        rules().map(|rule| format!("| `{}` | {} | {} |", rule.id, rule.promise, rule.section)).collect();
+    assert_eq!(listed, right, "the table that ABI.md should have:\n{}", right.join("\n"));
+}
+
+#[test]
+fn a_rule_has_one_name_and_a_section_that_exists() {
+    let page = include_str!("../ABI.md");
+    let mut ids: Vec<&str> = rules().map(|rule| rule.id).collect();
+    for rule in rules() {
+        let (group, word) = rule.id.split_once('.').unwrap();
+        let plain = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+        assert!(plain(group) && plain(word), "{}", rule.id);
+        let chapter = rule.section.split('.').next().unwrap();
+        assert!(page.contains(&format!("\n## {chapter}. ")), "{}: {}", rule.id, rule.section);
+        assert!(rule.steps() > 0 && !rule.promise.is_empty(), "{}", rule.id);
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), rules().count());
 }

@@ -230,6 +230,15 @@ mod tests {
     }
 
     #[test]
+    fn the_check_of_a_plugin_knows_the_hosts_keys() {
+        let mut known: Vec<&str> = kvdock_plugin_api::conformance::HOST_KEYS.to_vec();
+        let mut keys: Vec<&str> = BACKEND_KEYS.iter().map(|key| key.path).collect();
+        known.sort_unstable();
+        keys.sort_unstable();
+        assert_eq!(known, keys);
+    }
+
+    #[test]
     fn paths_are_unique_and_reachable_from_the_environment() {
         for (index, key) in KEYS.iter().enumerate() {
             assert!(KEYS[..index].iter().all(|other| other.path != key.path));

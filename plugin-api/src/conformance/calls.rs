@@ -155,10 +155,12 @@ fn run_every_call(bench: &Bench, time: Option<Duration>) -> Check {
         store.get(&options, &parts)?;
     }
     store.get(&options, &[])?;
-    let _ = store.report_held_pages(&options, &keys)?;
-    let _ = store.stats(&options)?;
-    let _ = store.health(&options)?;
-    let _ = store.flush(&options)?;
+    for _ in 0..2 {
+        let _ = store.report_held_pages(&options, &keys)?;
+        let _ = store.stats(&options)?;
+        let _ = store.health(&options)?;
+        let _ = store.flush(&options)?;
+    }
     store.remove(&options, &parts)?;
     let _ = store.clear(&options, ClearScope::Namespace)?;
     let _ = store.clear(&options, ClearScope::Everything)?;

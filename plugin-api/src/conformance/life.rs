@@ -36,6 +36,14 @@ pub(super) const RULES: &[Rule] = &[
         &[store_for_later, find_from_before],
     )
     .needs(&[Capability::Durable]),
+    Rule::new(
+        "life.killed",
+        "7.4",
+        "when the process is killed while pages are stored, each page is there whole or not at all",
+        &[kill_at_work, find_whole_pages],
+    )
+    .needs(&[Capability::Durable])
+    .killed(),
     Rule::new("life.exit", "2", "a process that has closed its instances ends as it would without the plugin", &[exit])
         .alone(),
 ];
@@ -266,4 +274,49 @@ fn exit(bench: &Bench) -> Check {
     }
     // How the process ends is seen from outside.
     Ok(())
+}
+
+/// Pages of three sizes, which a backend may keep in different ways.
+fn pools_of_sizes() -> [MockPool; 3] {
+    let size = |(id, name, bytes)| MockPool::new(PoolSpec::bytes(id, name, 8, &[bytes, 64]));
+    [(0, "kv", 700), (1, "middle", 70_000), (2, "large", 1 << 20)].map(size)
+}
+
+/// More pages than are stored before the end comes.
+const ROUNDS: u64 = 4000;
+
+fn kill_at_work(bench: &Bench) -> Check {
+    let pools = pools_of_sizes();
+    let store = bench.attach(&pools.iter().collect::<Vec<_>>())?;
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            (0..ROUNDS).try_for_each(|number| put(&store, &pools[number as usize % 3], &[(number, 0, number)]))
+        });
+        std::thread::sleep(Duration::from_millis(300));
+        if !worker.is_finished() {
+            // Nothing of the plugin, of the suite or of the C library runs after this.
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        }
+        worker.join().unwrap_or_else(|_| fail("pages are stored", "a thread ended"))
+    })?;
+    Err(super::Stop::Skip("all pages were stored before the process could be killed".to_owned()))
+}
+
+fn find_whole_pages(bench: &Bench) -> Check {
+    let pools = pools_of_sizes();
+    let store = bench.attach(&pools.iter().collect::<Vec<_>>())?;
+    for number in 0..ROUNDS {
+        let pool = &pools[number as usize % 3];
+        let got = store.get(&Options::default(), &[Part::new(pool, &keys([number]), &[1])])?;
+        if let Err(error) = &got.result {
+            return fail("batch_get succeeds after the process was killed", error.to_string());
+        }
+        if got.statuses[0][0] == crate::PageStatus::Ok && !pool.holds(1, number) {
+            let seen = format!("page {number} of {} bytes is ok and has other bytes", pool.page_bytes());
+            return fail("a page is there whole or not at all", seen);
+        }
+    }
+    put(&store, &pools[0], &[(ROUNDS, 2, 5)])?;
+    expect(&store, &pools[0], &[(ROUNDS, 3, Some(5))])?;
+    store.close()
 }

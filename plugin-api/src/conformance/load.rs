@@ -22,14 +22,20 @@ pub const HOST_KEYS: &[&str] = &[
     "drain_timeout",
 ];
 
+/// A host may load the file.
+pub(super) const FILE: &str = "load.file";
+
+/// It can be mapped.
+pub(super) const MAPS: &str = "load.maps";
+
 pub(super) const RULES: &[Rule] = &[
     Rule::new(
-        "load.file",
+        FILE,
         "2",
         "the file is a library for this machine with a note, an entry, the types of 0.1 and panics that unwind",
         &[file],
     ),
-    Rule::new("load.maps", "2", "the library can be mapped, and its constructors return", &[maps]),
+    Rule::new(MAPS, "2", "the library can be mapped, and its constructors return", &[maps]),
     Rule::new(
         "load.entry",
         "1",

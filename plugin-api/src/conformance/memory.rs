@@ -233,16 +233,20 @@ fn arguments_after_return(bench: &Bench) -> Check {
             let mut arena = Arena::new()?;
             let args = batch_in(&mut arena, &pool, 0..16, late);
             let _ = match turn {
-                // SAFETY: everything in the arguments lives in the arena, which is open until the call has returned.
-                0 => store.watch.call("batch_set", time, |error| unsafe { (table.batch_set)(this, args, error) })?,
-                // SAFETY: as above.
-                1 => store.watch.call("batch_get", time, |error| unsafe { (table.batch_get)(this, args, error) })?,
+                0 => store.watch.call("batch_set", time, |error| {
+                    // SAFETY: everything in the arguments lives in the arena, which is open until the call has returned.
+                    unsafe { (table.batch_set)(this, args, error) }
+                })?,
+                1 => store.watch.call("batch_get", time, |error| {
+                    // SAFETY: as above.
+                    unsafe { (table.batch_get)(this, args, error) }
+                })?,
                 _ => {
                     let args = exists_in(&mut arena, &pool, 0..16, late);
-                    // SAFETY: as above.
-                    store
-                        .watch
-                        .call("batch_exists", time, |error| unsafe { (table.batch_exists)(this, args, error) })?
+                    store.watch.call("batch_exists", time, |error| {
+                        // SAFETY: as above.
+                        unsafe { (table.batch_exists)(this, args, error) }
+                    })?
                 }
             };
             arena.close()?;

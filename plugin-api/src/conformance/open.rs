@@ -34,7 +34,7 @@ fn capabilities(bench: &Bench) -> Check {
     if let Some(beyond) = can.beyond(bench.declared()) {
         return fail("an instance with no capability beyond the note", format!("{beyond}"));
     }
-    ensure(raw.alignment.is_power_of_two(), "an alignment that is a power of two", || raw.alignment.to_string())?;
+    ensure(raw.alignment > 0, "an alignment of 1 or more", || "0".to_owned())?;
     ensure(raw.preferred_batch > 0, "a preferred batch of 1 or more", || "0".to_owned())?;
     ensure(raw.concurrency > 0, "a concurrency of 1 or more", || "0".to_owned())?;
     ensure(raw.reserved == 0, "a reserved field of 0", || raw.reserved.to_string())?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Rule;
+use super::calls::HANG;
 
 /// A broken promise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +31,22 @@ pub enum Verdict {
     /// The rule says nothing about this plugin, and why.
     Skipped(String),
 }
+
+impl Verdict {
+    /// Whether a call did not return, of this rule or of any other.
+    pub fn is_hang(&self, rule: &Rule) -> bool {
+        let hang = |finding: &Finding| finding.rule.as_deref().unwrap_or(rule.id) == HANG;
+        matches!(self, Verdict::Failed(findings) if findings.iter().any(hang))
+    }
+
+    /// What the rules get that are not run, because calls have hung too often.
+    pub fn not_run_after_hangs() -> Verdict {
+        Verdict::Skipped(format!("not run: {HANG} is broken, and {MOST_HANGS} rules have waited for it"))
+    }
+}
+
+/// After so many rules that ended in a call that did not return, the others are not run: each would wait as long.
+pub const MOST_HANGS: usize = 3;
 
 /// One line of a report.
 #[derive(Debug, Clone)]
@@ -72,6 +89,8 @@ impl Report {
         for (finding, found_by) in elsewhere {
             report.add(finding, found_by);
         }
+        let place = |entry: &Entry| super::rules().position(|rule| rule.id == entry.rule.id);
+        report.entries.sort_by_key(place);
         report
     }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::bench::Bench;
 use super::calls::{HANG, Watch};
-use super::report::{Entry, Finding, Report, Verdict};
+use super::report::{Entry, Finding, MOST_HANGS, Report, Verdict};
 use super::{Declared, Rule, Stop, rules};
 use crate::raw::panic_message;
 use crate::v0_1::EntryFn;
@@ -32,7 +32,7 @@ impl Default for Limits {
         Limits {
             call: Duration::from_secs(30),
             late: Duration::from_secs(5),
-            hang: Duration::from_secs(15),
+            hang: Duration::from_secs(10),
             step: Duration::from_secs(120),
         }
     }
@@ -102,12 +102,24 @@ impl Suite {
     /// Runs the rules.
     pub fn run(&self) -> Report {
         let asked = |rule: &&Rule| self.only.is_empty() || self.only.iter().any(|id| rule.id.starts_with(id.as_str()));
-        Report::gather(rules().filter(asked).map(|rule| self.run_rule(rule)).collect())
+        let asked: Vec<&'static Rule> = rules().filter(asked).collect();
+        let mut hangs = 0;
+        run_in_order(&asked, |batch| {
+            let run = |rule: &&'static Rule| {
+                if hangs >= MOST_HANGS {
+                    return Entry { rule, verdict: Verdict::not_run_after_hangs(), took: Duration::ZERO };
+                }
+                let entry = self.run_rule(rule);
+                hangs += usize::from(entry.verdict.is_hang(rule));
+                entry
+            };
+            batch.iter().map(run).collect()
+        })
     }
 
     fn run_rule(&self, rule: &'static Rule) -> Entry {
         let began = Instant::now();
-        let verdict = if rule.alone && !self.alone {
+        let verdict = if rule.killed || rule.alone && !self.alone {
             Verdict::Skipped("it needs a process of its own, as kvdock plugin check gives it".to_owned())
         } else {
             self.run_steps(rule)
@@ -128,6 +140,41 @@ impl Suite {
         }
         Verdict::Passed
     }
+}
+
+/// Runs the rules that are asked for, first those that others stand on. `run` answers for a batch of rules, in any order. When a rule that
+/// others stand on is broken, those are not run, and the report shows it also when it was not asked for.
+pub fn run_in_order(asked: &[&'static Rule], mut run: impl FnMut(&[&'static Rule]) -> Vec<Entry>) -> Report {
+    let mut entries: Vec<Entry> = Vec::new();
+    let broken_below = |rule: &Rule, entries: &[Entry]| {
+        let broken = |id: &&&str| entries.iter().any(|entry| entry.rule.id == **id && entry.verdict != Verdict::Passed);
+        rule.stands_on().iter().find(broken).copied()
+    };
+    let not_run = |rule: &'static Rule, below: &str| Entry {
+        rule,
+        verdict: Verdict::Skipped(format!("not run: {below} is not kept")),
+        took: Duration::ZERO,
+    };
+    let first: Vec<&'static Rule> =
+        rules().filter(|rule| asked.iter().any(|asked| asked.stands_on().contains(&rule.id))).collect();
+    for rule in &first {
+        match broken_below(rule, &entries) {
+            Some(below) => entries.push(not_run(rule, below)),
+            None => entries.extend(run(&[rule])),
+        }
+    }
+    let others = asked.iter().filter(|rule| !first.iter().any(|done| done.id == rule.id));
+    let mut free: Vec<&'static Rule> = Vec::new();
+    for rule in others {
+        match broken_below(rule, &entries) {
+            Some(below) => entries.push(not_run(rule, below)),
+            None => free.push(rule),
+        }
+    }
+    entries.extend(run(&free));
+    let is_asked = |entry: &Entry| asked.iter().any(|rule| rule.id == entry.rule.id);
+    entries.retain(|entry| is_asked(entry) || matches!(entry.verdict, Verdict::Failed(_)));
+    Report::gather(entries)
 }
 
 /// Runs one step of a rule in this process, with a scratch folder that the steps of the rule share. A call that does not return is a

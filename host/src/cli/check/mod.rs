@@ -9,12 +9,13 @@ mod process;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use crossbeam_channel::unbounded;
 use indicatif::{ProgressBar, ProgressStyle};
-use kvdock_plugin_api::conformance::{Entry, Finding, Limits, Report, Rule, Verdict, rules};
+use kvdock_plugin_api::conformance::{Entry, Finding, Limits, MOST_HANGS, Report, Rule, Verdict, rules, run_in_order};
 use serde_json::Value;
 
 pub(super) use child::{StepArgs, step};
@@ -26,7 +27,7 @@ use process::Plugin;
 
 /// The rule that the file itself is about: it is looked at here, before any of its code runs.
 const FILE: &str = "load.file";
-/// The rule without which no other can be run.
+/// The rule that says whether the library can be mapped.
 const MAPS: &str = "load.maps";
 
 /// What `kvdock plugin check` takes.
@@ -73,17 +74,20 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     };
     let path = locate(plugin)?;
     let began = Instant::now();
-    let (name, entries) = match inspect(&path) {
+    let (name, report) = match inspect(&path) {
         Ok(info) => {
             let config = config(&info, args.config.as_deref())?;
-            (info.note.name.clone(), run_rules(&Plugin::new(info, config, args.patience)?, &asked))
+            let (name, plugin) = (info.note.name.clone(), Plugin::new(info, config, args.patience)?);
+            let (bar, hangs) = (progress(asked.len()), AtomicUsize::new(0));
+            let report = run_in_order(&asked, |rules| run_rules(&plugin, rules, &hangs, &bar));
+            bar.finish_and_clear();
+            (name, report)
         }
         Err(refusal) if matches!(refusal.reason, Reason::Unreadable(_) | Reason::Unsafe { .. }) => {
             return Err(Failure::new(refusal));
         }
-        Err(refusal) => (path.display().to_string(), refused(&asked, &refusal.reason.to_string())),
+        Err(refusal) => (path.display().to_string(), Report::gather(refused(&asked, &refusal.reason.to_string()))),
     };
-    let report = Report::gather(entries);
     print(&format!("{report}\n"))?;
     if let Some(file) = &args.junit {
         let text = junit::write(&name, &report, began.elapsed());
@@ -151,25 +155,8 @@ fn refused(asked: &[&'static Rule], reason: &str) -> Vec<Entry> {
     entries
 }
 
-/// Runs the rules, a few at a time, and answers in their order.
-fn run_rules(plugin: &Plugin, asked: &[&'static Rule]) -> Vec<Entry> {
-    let maps = rules().find(|rule| rule.id == MAPS).map(|rule| plugin.run(rule));
-    if let Some(maps) = maps.filter(|entry| entry.verdict != Verdict::Passed) {
-        let skipped = |rule: &&'static Rule| match rule.id {
-            MAPS => maps.clone(),
-            FILE => entry(rule, Verdict::Passed),
-            _ => entry(rule, Verdict::Skipped(format!("not run: {MAPS} is broken"))),
-        };
-        let mut entries: Vec<Entry> = asked.iter().map(skipped).collect();
-        if !entries.iter().any(|entry| entry.rule.id == MAPS) {
-            entries.push(maps.clone());
-        }
-        return entries;
-    }
-    let bar = ProgressBar::new(asked.len() as u64);
-    if let Ok(style) = ProgressStyle::with_template("{pos}/{len} rules {bar:40} {msg}") {
-        bar.set_style(style);
-    }
+/// Runs rules, a few at a time. `hangs` counts those that waited for a call that did not return.
+fn run_rules(plugin: &Plugin, asked: &[&'static Rule], hangs: &AtomicUsize, bar: &ProgressBar) -> Vec<Entry> {
     let (todo, queue) = unbounded();
     let (done, ended) = unbounded();
     for (place, rule) in asked.iter().enumerate() {
@@ -179,11 +166,16 @@ fn run_rules(plugin: &Plugin, asked: &[&'static Rule]) -> Vec<Entry> {
     let mut entries: Vec<Option<Entry>> = vec![None; asked.len()];
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, |count| count.get().min(4)) {
-            let (queue, done, bar) = (queue.clone(), done.clone(), &bar);
+            let (queue, done) = (queue.clone(), done.clone());
             scope.spawn(move || {
                 for (place, rule) in queue {
                     bar.set_message(rule.id);
-                    let entry = if rule.id == FILE { entry(rule, Verdict::Passed) } else { plugin.run(rule) };
+                    let entry = match rule.id {
+                        FILE => entry(rule, Verdict::Passed),
+                        _ if hangs.load(Ordering::Relaxed) >= MOST_HANGS => entry(rule, Verdict::not_run_after_hangs()),
+                        _ => plugin.run(rule),
+                    };
+                    hangs.fetch_add(usize::from(entry.verdict.is_hang(rule)), Ordering::Relaxed);
                     let _ = done.send((place, entry));
                 }
             });
@@ -194,8 +186,16 @@ fn run_rules(plugin: &Plugin, asked: &[&'static Rule]) -> Vec<Entry> {
             entries[place] = Some(entry);
         }
     });
-    bar.finish_and_clear();
     entries.into_iter().flatten().collect()
+}
+
+/// A bar on a terminal, nothing elsewhere.
+fn progress(rules: usize) -> ProgressBar {
+    let bar = ProgressBar::new(rules as u64);
+    if let Ok(style) = ProgressStyle::with_template("{pos}/{len} rules {bar:40} {msg}") {
+        bar.set_style(style);
+    }
+    bar
 }
 
 /// Limits of time of a check.

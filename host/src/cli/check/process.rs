@@ -78,7 +78,7 @@ impl Plugin {
         let answer = answer.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let words = words.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let verdict = serde_json::from_str::<Verdict>(&answer).ok();
-        Ok(judge(rule, verdict, status, &words))
+        Ok(judge(rule, step, verdict, status, &words))
     }
 }
 
@@ -120,7 +120,7 @@ fn wait(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus
 }
 
 /// What became of a rule, from what its process said and how it ended.
-fn judge(rule: &Rule, verdict: Option<Verdict>, status: Option<ExitStatus>, words: &str) -> Verdict {
+fn judge(rule: &Rule, step: usize, verdict: Option<Verdict>, status: Option<ExitStatus>, words: &str) -> Verdict {
     let finding = |rule: Option<&str>, expected: &str, seen: String| {
         let rule = rule.map(str::to_owned);
         Verdict::Failed(vec![Finding {
@@ -137,6 +137,7 @@ fn judge(rule: &Rule, verdict: Option<Verdict>, status: Option<ExitStatus>, word
             finding(Some(EXIT), "the process ends after close", "it did not, and was ended".to_owned())
         }
         (Some(verdict), _) => verdict,
+        (None, Some(status)) if rule.killed && step == 0 && status.signal() == Some(libc::SIGKILL) => Verdict::Passed,
         (None, Some(status)) => {
             finding(None, "the plugin leaves the process running", format!("the process {}", ended(status)))
         }
@@ -195,15 +196,18 @@ mod tests {
     #[test]
     fn the_end_of_a_process_is_said_in_words() {
         let rule = rules().next().unwrap();
-        let aborted = finding(judge(rule, None, status(libc::SIGABRT), "one\n\ntwo\n"));
+        let aborted = finding(judge(rule, 0, None, status(libc::SIGABRT), "one\n\ntwo\n"));
         assert_eq!(aborted.rule, None);
         assert_eq!(aborted.seen, "the process ended by signal 6 (SIGABRT); it printed: one | two");
-        let left = finding(judge(rule, None, status(3 << 8), ""));
+        let left = finding(judge(rule, 0, None, status(3 << 8), ""));
         assert_eq!(left.seen, "the process ended with exit code 3");
-        assert_eq!(finding(judge(rule, None, None, "")).rule.as_deref(), Some(HANG));
-        let late = finding(judge(rule, Some(Verdict::Passed), status(libc::SIGSEGV), ""));
+        assert_eq!(finding(judge(rule, 0, None, None, "")).rule.as_deref(), Some(HANG));
+        let late = finding(judge(rule, 0, Some(Verdict::Passed), status(libc::SIGSEGV), ""));
         assert_eq!(late.rule.as_deref(), Some(EXIT));
-        assert_eq!(judge(rule, Some(Verdict::Passed), status(0), "words"), Verdict::Passed);
+        assert_eq!(judge(rule, 0, Some(Verdict::Passed), status(0), "words"), Verdict::Passed);
+        let killed = rules().find(|rule| rule.killed).unwrap();
+        assert_eq!(judge(killed, 0, None, status(libc::SIGKILL), ""), Verdict::Passed);
+        assert!(matches!(judge(killed, 1, None, status(libc::SIGKILL), ""), Verdict::Failed(_)));
     }
 
     #[test]
