@@ -44,8 +44,8 @@ pub const SCHEMA: &str = r#"{
       "description": "Tenant at the master. Default: default."
     },
     "extra_backend_tag": {
-      "type": "string", "pattern": "^[A-Za-z0-9_.-]*$",
-      "description": "Put in front of the names of all objects. Default: none."
+      "type": "string",
+      "description": "Put in front of the names of all objects: letters, digits, and any of _ . / -. Default: none."
     },
     "master_metrics_port": {
       "type": "integer", "minimum": 1, "maximum": 65535,
@@ -75,6 +75,10 @@ pub const SCHEMA: &str = r#"{
       "type": "array", "items": {"type": "string"},
       "description": "Names of segments that take pages first. Default: none."
     },
+    "prefer_own_segment": {
+      "type": "boolean",
+      "description": "The memory that this server lends takes its own pages first, where it has room: they are read back without the network, and go when this server goes. Default: false."
+    },
     "connections_per_peer": {
       "type": "integer", "minimum": 1, "maximum": 16,
       "description": "Connections that one call uses to one peer. Default: 4."
@@ -94,9 +98,9 @@ pub const SCHEMA: &str = r#"{
   }
 }"#;
 
-/// Configuration for the conformance suite: a master at its usual port on this machine.
-pub const CHECK_CONFIG: &str =
-    r#"{"master_server_address":"127.0.0.1:50051","local_hostname":"127.0.0.1","global_segment_size":"256MiB"}"#;
+/// Configuration for the conformance suite: a master at its usual port on this machine. Rules run beside one another in the same store, so
+/// each has names and a segment of its own.
+pub const CHECK_CONFIG: &str = r#"{"master_server_address":"127.0.0.1:50051","local_hostname":"127.0.0.1","global_segment_size":"256MiB","extra_backend_tag":"{scratch}","prefer_own_segment":true}"#;
 
 /// The configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,6 +133,8 @@ pub struct Config {
     pub groups: bool,
     /// Segments that are tried first.
     pub preferred: Vec<String>,
+    /// The own segment is tried before all but those.
+    pub prefer_own: bool,
     /// Connections to a peer.
     pub lanes: usize,
     /// Connections to the master.
@@ -166,6 +172,7 @@ impl Config {
             soft_pin_ttl: None,
             groups: false,
             preferred: Vec::new(),
+            prefer_own: false,
             lanes: 4,
             master_connections: 2,
             serve_threads: 2,
@@ -196,7 +203,15 @@ impl Config {
                     let tenant = text("a name")?;
                     config.tenant = if tenant.trim().is_empty() { "default".to_owned() } else { tenant };
                 }
-                "extra_backend_tag" => config.tag = text("a name")?,
+                "extra_backend_tag" => {
+                    const RIGHT: &str = "letters, digits, and any of _ . / -";
+                    config.tag = text(RIGHT)?;
+                    // It becomes part of a regular expression.
+                    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_./-".contains(&byte);
+                    if !config.tag.bytes().all(plain) {
+                        return Err(bad(RIGHT));
+                    }
+                }
                 "master_metrics_port" => config.metrics_port = number(1, 65535)? as u16,
                 "check_server" => config.check_server = switch()?,
                 "replica_num" => config.replicas = number(1, 16)?,
@@ -208,6 +223,7 @@ impl Config {
                     let list = list.and_then(|list| list.collect::<Option<Vec<String>>>());
                     config.preferred = list.ok_or_else(|| bad("a list of names of segments"))?;
                 }
+                "prefer_own_segment" => config.prefer_own = switch()?,
                 "connections_per_peer" => config.lanes = number(1, 16)? as usize,
                 "master_connections" => config.master_connections = number(1, 16)? as usize,
                 "serve_threads" => config.serve_threads = number(1, 64)? as usize,

@@ -41,7 +41,7 @@ impl Member {
     }
 
     /// One beat. Says whether the master knows this client.
-    fn ping(&self, known: bool) -> bool {
+    pub(super) fn ping(&self, known: bool) -> bool {
         match self.heart.call::<rpc::Ping>(&self.id, &Limit::within(BEAT_TIME)) {
             Ok(Ok(pong)) if pong.status == ClientStatus::NEED_REMOUNT => self.remount(known),
             Ok(Ok(_)) => {

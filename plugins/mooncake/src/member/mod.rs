@@ -95,6 +95,9 @@ impl Member {
         if share > 0 {
             member.lent = Some(Lent::serve(config, share, &member.peers)?);
             member.mount(limit)?;
+            // The master takes the segment once more when it first hears of this client. It must have done so before it places anything
+            // there: what it had placed would be forgotten, and its room given out again.
+            member.ping(false);
         }
         if config.check_server {
             probe::wait_for_segment(config, limit)?;

@@ -15,9 +15,16 @@ use crate::wire::{ErrorCode, rpc};
 /// A page whose replicas are known.
 struct Found<'a> {
     item: &'a Item<'a>,
-    /// In memory and whole, best first.
-    buffers: Vec<Buffer>,
+    /// In memory and whole, the best last, each with its number.
+    buffers: Vec<(u64, Buffer)>,
     until: Instant,
+}
+
+/// A page whose bytes have come, and from which replica.
+struct Read<'a> {
+    item: &'a Item<'a>,
+    replica: u64,
+    address: u64,
 }
 
 impl Store {
@@ -52,16 +59,16 @@ impl Store {
                 Err(status) => item.transfer.finish(item.number, status),
             }
         }
-        let mut read: Vec<&Item<'_>> = Vec::new();
+        let mut read: Vec<Read<'_>> = Vec::new();
         let mut why = None;
         while !found.is_empty() {
             found = self.read_round(&items, found, &limit, &mut read, &mut why);
         }
+        let checked = self.settle_read(read, &limit);
         // A master that has started anew hands out the same memory again, whatever it promised before.
         let holds = ticket.holds() && self.member.epoch.load(Ordering::Acquire) == epoch;
-        let status = if holds { PageStatus::Ok } else { PageStatus::Failed };
-        for item in read {
-            item.transfer.finish(item.number, status);
+        for (item, status) in checked {
+            item.transfer.finish(item.number, if holds { status } else { PageStatus::Failed });
         }
         if !holds {
             self.warn("the master went away while pages were read; they count as failed");
@@ -70,6 +77,33 @@ impl Store {
             self.warn(&why);
         }
         call.check()
+    }
+
+    /// Asks once more where the pages are that were read. One that is where it was has been there all the time; one that is not was removed
+    /// by force, lease or no lease, and other bytes may have come in its place before they were read.
+    fn settle_read<'a>(&self, read: Vec<Read<'a>>, limit: &Limit<'_>) -> Vec<(&'a Item<'a>, PageStatus)> {
+        if read.is_empty() {
+            return Vec::new();
+        }
+        let names = read.iter().map(|read| read.item.name.as_str()).collect();
+        let request = (names, self.member.tenant.as_str());
+        let listed = self.member.master.call::<rpc::BatchGetReplicaList>(&request, &limit.at_most(RPC_TIME));
+        let listed = match listed {
+            Ok(listed) => listed,
+            Err(error) => {
+                self.warn(&format!("pages that were read could not be checked: {error}"));
+                return read.into_iter().map(|read| (read.item, PageStatus::Failed)).collect();
+            }
+        };
+        let still = |read: &Read<'_>, replicas: &Replicas| {
+            let here = |place: &Place| matches!(place, Place::Memory(memory) if memory.buffer.address == read.address);
+            replicas.list.iter().any(|replica| replica.id == read.replica && here(&replica.place))
+        };
+        let verdict = |(read, replicas): (Read<'a>, Result<Replicas, ErrorCode>)| {
+            let there = replicas.is_ok_and(|replicas| still(&read, &replicas));
+            (read.item, if there { PageStatus::Ok } else { PageStatus::Missing })
+        };
+        read.into_iter().zip(listed).map(verdict).collect()
     }
 
     fn warn(&self, text: &str) {
@@ -96,7 +130,9 @@ impl Store {
         let mut elsewhere = 0;
         for replica in replicas.list {
             match replica.place {
-                Place::Memory(memory) if replica.status == ReplicaStatus::COMPLETE => buffers.push(memory.buffer),
+                Place::Memory(memory) if replica.status == ReplicaStatus::COMPLETE => {
+                    buffers.push((replica.id, memory.buffer));
+                }
                 Place::Memory(_) => {}
                 _ => elsewhere += 1,
             }
@@ -107,12 +143,12 @@ impl Store {
             }
             return Err(PageStatus::Missing);
         }
-        buffers.retain(|buffer| buffer.size == item.len);
+        buffers.retain(|(_, buffer)| buffer.size == item.len);
         if buffers.is_empty() {
             return Err(PageStatus::Corrupt);
         }
         let own = self.member.own_endpoint();
-        buffers.sort_by_key(|buffer| {
+        buffers.sort_by_key(|(_, buffer)| {
             let in_trouble = || self.member.peers.get(&buffer.endpoint).trouble().is_some();
             if Some(buffer.endpoint.as_str()) == own { 0 } else { 1 + u8::from(in_trouble()) }
         });
@@ -127,33 +163,35 @@ impl Store {
         items: &Items<'_>,
         found: Vec<Found<'a>>,
         limit: &Limit<'_>,
-        read: &mut Vec<&'a Item<'a>>,
+        read: &mut Vec<Read<'a>>,
         why: &mut Option<String>,
     ) -> Vec<Found<'a>> {
         let mut remote = Vec::new();
         let mut jobs = Vec::new();
         let mut again = Vec::new();
         for mut page in found {
-            let Some(buffer) = page.buffers.pop() else { continue };
+            let Some((replica, buffer)) = page.buffers.pop() else { continue };
+            let from = (replica, buffer.address);
             let pieces = items.pieces(page.item);
             match &self.member.lent {
                 // The lease is that the object is there: a marker has no bytes that anybody needs.
-                _ if page.item.logical => self.settle(page, None, read, &mut again, why),
+                _ if page.item.logical => self.settle(page, from, None, read, &mut again, why),
                 Some(lent) if lent.segment.endpoint == buffer.endpoint => {
                     // SAFETY: destination pages of a call are its own to write until it returns.
                     let copied = unsafe { lent.memory.read(buffer.address, pieces) };
-                    self.settle(page, copied.err().map(|error| error.to_string()), read, &mut again, why);
+                    let failed = copied.err().map(|error| error.to_string());
+                    self.settle(page, from, failed, read, &mut again, why);
                 }
                 _ => {
                     let peer = self.member.peers.get(&buffer.endpoint);
                     jobs.push(Job { peer, address: buffer.address, len: buffer.size, pieces });
-                    remote.push(page);
+                    remote.push((page, from));
                 }
             }
         }
         // SAFETY: as above; no page is in two jobs.
         let outcomes = unsafe { transfer(&self.member.peers, Operation::Read, &jobs, limit) };
-        for (page, outcome) in remote.into_iter().zip(outcomes) {
+        for ((page, from), outcome) in remote.into_iter().zip(outcomes) {
             let failed = match outcome {
                 Outcome::Moved => None,
                 Outcome::Rejected(why) | Outcome::PeerFailed(why) => Some(why),
@@ -162,7 +200,7 @@ impl Store {
                     continue;
                 }
             };
-            self.settle(page, failed, read, &mut again, why);
+            self.settle(page, from, failed, read, &mut again, why);
         }
         again
     }
@@ -170,8 +208,9 @@ impl Store {
     fn settle<'a>(
         &self,
         page: Found<'a>,
+        (replica, address): (u64, u64),
         failed: Option<String>,
-        read: &mut Vec<&'a Item<'a>>,
+        read: &mut Vec<Read<'a>>,
         again: &mut Vec<Found<'a>>,
         why: &mut Option<String>,
     ) {
@@ -184,7 +223,7 @@ impl Store {
             }
             None => {
                 self.note_good(&page.item.name);
-                read.push(page.item);
+                read.push(Read { item: page.item, replica, address });
             }
             Some(_) if !late && !page.buffers.is_empty() => again.push(page),
             Some(reason) => {

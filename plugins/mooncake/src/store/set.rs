@@ -14,8 +14,15 @@ use crate::rpc::RpcError;
 use crate::wire::types::{ObjectMeta, Place, Replica, ReplicaType, ReplicateConfig};
 use crate::wire::{ErrorCode, rpc};
 
-/// Pauses before pages that found no room, or no living peer, are tried again. The master makes room when it has been asked in vain.
-const PAUSES: [Duration; 3] = [Duration::from_millis(15), Duration::from_millis(40), Duration::from_millis(100)];
+/// Pauses before pages are tried again that found no room, no living peer, or somebody else who writes them. The master makes room when it
+/// has been asked in vain.
+const PAUSES: [Duration; 5] = [
+    Duration::from_millis(5),
+    Duration::from_millis(15),
+    Duration::from_millis(40),
+    Duration::from_millis(100),
+    Duration::from_millis(160),
+];
 /// What of a call's time is kept for ending puts.
 const ENDING: Duration = Duration::from_millis(200);
 /// The kind of data, as the store counts it: KV cache.
@@ -92,7 +99,10 @@ impl Store {
     fn set_items<'a>(&self, items: &Items<'_>, mut open: Vec<&'a Item<'a>>, call: &Call<'_>) -> Option<Error> {
         let limit = Store::limit(call);
         let mut preferred = self.config.preferred.clone();
-        let mut exists: Vec<&Item<'_>> = Vec::new();
+        if self.config.prefer_own {
+            preferred.extend(self.member.own_endpoint().map(str::to_owned));
+        }
+        let wished = preferred.len();
         let mut error = None;
         let mut pauses = PAUSES.iter();
         self.remove_unreadable(&open, &limit);
@@ -106,6 +116,7 @@ impl Store {
                 }
             };
             open.clear();
+            let mut exists = Vec::new();
             let pause = pauses.next();
             for page in begun {
                 let item = page.item;
@@ -119,8 +130,7 @@ impl Store {
                         continue;
                     }
                     Round::Full | Round::PeerFailed(_) if pause.is_some() && !page.in_doubt => {
-                        if matches!(page.round, Round::PeerFailed(_)) && preferred.len() == self.config.preferred.len()
-                        {
+                        if matches!(page.round, Round::PeerFailed(_)) && preferred.len() == wished {
                             // The master goes on placing objects at a peer that is gone until it notices; these live.
                             preferred.extend(self.member.own_endpoint().map(str::to_owned));
                             preferred.extend(self.member.peers.living());
@@ -139,6 +149,11 @@ impl Store {
                     error = why;
                 }
             }
+            match self.settle_existing(exists, &limit) {
+                Ok(rest) if pause.is_some() => open.extend(rest),
+                Ok(rest) => rest.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Refused)),
+                Err(failed) => error = error.or(Some(error_of(&failed))),
+            }
             if let Some(pause) = pause.filter(|_| !open.is_empty()) {
                 std::thread::sleep((*pause).min(limit.left().unwrap_or_default()));
                 if limit.left().is_err() {
@@ -147,7 +162,7 @@ impl Store {
                 }
             }
         }
-        error.or(self.settle_existing(&exists, &limit))
+        error
     }
 
     /// Pages that could not be read a moment ago, for their owner is gone, stand in the way of what is stored now: the master goes on
@@ -163,26 +178,21 @@ impl Store {
         let _ = self.member.master.call::<rpc::BatchRemove>(&request, &limit.at_most(RPC_TIME));
     }
 
-    /// An object that exists may be one that somebody began to write and did not finish.
-    fn settle_existing(&self, exists: &[&Item<'_>], limit: &Limit<'_>) -> Option<Error> {
+    /// An object that exists may be one that somebody is still writing, or began to write and did not finish, or has removed meanwhile.
+    /// Gives those that can't be read.
+    fn settle_existing<'a>(&self, exists: Vec<&'a Item<'a>>, limit: &Limit<'_>) -> Result<Vec<&'a Item<'a>>, RpcError> {
         if exists.is_empty() {
-            return None;
+            return Ok(exists);
         }
         let names = exists.iter().map(|item| item.name.as_str()).collect();
         let request = (names, self.member.tenant.as_str());
-        match self.member.master.call::<rpc::BatchExistKey>(&request, &limit.at_most(RPC_TIME)) {
-            Ok(found) => {
-                for (item, found) in exists.iter().zip(found) {
-                    let status = if found == Ok(true) { PageStatus::Ok } else { PageStatus::Refused };
-                    item.transfer.finish(item.number, status);
-                }
-                None
-            }
-            Err(error) => {
-                exists.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Failed));
-                Some(error_of(&error))
-            }
-        }
+        let found = self.member.master.call::<rpc::BatchExistKey>(&request, &limit.at_most(RPC_TIME));
+        let found = found.inspect_err(|_| {
+            exists.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Failed));
+        })?;
+        let (stored, rest): (Vec<_>, Vec<_>) = exists.into_iter().zip(found).partition(|(_, found)| *found == Ok(true));
+        stored.iter().for_each(|(item, _)| item.transfer.finish(item.number, PageStatus::Ok));
+        Ok(rest.into_iter().map(|(item, _)| item).collect())
     }
 
     fn replicate_config(&self, open: &[&Item<'_>], preferred: &[String]) -> ReplicateConfig {
@@ -327,7 +337,12 @@ impl Store {
                 Ok(ended) => {
                     for (number, ended) in good.iter().zip(ended) {
                         let (Some(page), Err(code)) = (begun.get_mut(*number), ended) else { continue };
-                        page.round = Round::Failed(format!("object {}: {code}", page.item.name));
+                        let why = format!("object {}: {code}", page.item.name);
+                        page.round = match code {
+                            // Its segment was taken back meanwhile.
+                            ErrorCode::OBJECT_NOT_FOUND => Round::PeerFailed(why),
+                            _ => Round::Failed(why),
+                        };
                     }
                 }
                 Err(error) => {
