@@ -18,7 +18,8 @@ pub fn sources(version: &str) -> PathBuf {
 pub fn unpacked(version: &str) -> PathBuf {
     let (from, archive) = (sources(version), archive(version));
     let bytes = std::fs::read(&archive).unwrap_or_else(|error| panic!("{}: {error}", archive.display()));
-    let parent = paths::build().join("frozen");
+    let program = std::env::current_exe().expect("the system knows the path of this program");
+    let parent = program.parent().expect("a program lies in a folder").join("frozen");
     let folder = parent.join(format!("{version}-{:08x}", crc32c::crc32c(&bytes)));
     if !folder.exists() {
         // Whole or not at all, whatever test comes first.

@@ -12,7 +12,7 @@ use kvdock::plugin::library::{load, load_with};
 use kvdock::plugin::{AbiVersions, Reason};
 use kvdock_abi_trial::v0_2;
 use kvdock_plugin_api::{ErrorKind, note, v0_1};
-use kvdock_tests::{frozen, paths};
+use kvdock_tests::frozen;
 
 use crate::host_0_2::{Host0_2, KNOWS_0_2, KNOWS_BOTH};
 use crate::pool::Host;
@@ -20,8 +20,8 @@ use crate::pool::Host;
 /// A folder with the plugin that has tables for 0.1 and 0.2. Bytes after the end of an ELF file make it another library, so that tests do
 /// not share one.
 fn trial_plugin(tail: &[u8]) -> (tempfile::TempDir, PathBuf) {
-    // Cargo builds it with the test.
-    let built = paths::build().join("deps/libkvdock_abi_trial.so");
+    // Cargo builds it with the test, and beside it.
+    let built = std::env::current_exe().unwrap().with_file_name("libkvdock_abi_trial.so");
     let bytes = fs::read(&built).unwrap_or_else(|error| panic!("{}: {error}", built.display()));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trial.so");

@@ -4,11 +4,15 @@
 //! test in this program, because the count is of all threads.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails")]
 
+#[path = "../abi/host_0_2.rs"]
+#[allow(dead_code, reason = "the tests of the versions use all of it")]
+mod host_0_2;
 #[path = "../abi/pool.rs"]
 #[allow(dead_code, reason = "the tests of the versions use all of it")]
 mod pool;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -75,10 +79,15 @@ const WARM_UP: usize = 16;
 #[test]
 fn a_get_of_128_pages_makes_no_allocation_on_the_hosts_side() {
     assert!(allocations(|| drop(std::hint::black_box(vec![1u8; 64]))) > 0, "the allocator counts");
-
     let folder = tempfile::tempdir().unwrap();
     frozen::c_plugin("0.1", folder.path());
-    let host = Host::attach(AbiVersions::BUILT_IN, folder.path(), "frozen-c").unwrap();
+    through_all_layers(AbiVersions::BUILT_IN, folder.path());
+    // The same plugin behind an adapter to a newer version.
+    through_all_layers(host_0_2::KNOWS_BOTH, folder.path());
+}
+
+fn through_all_layers(abi: AbiVersions, folder: &Path) {
+    let host = Host::attach(abi, folder, "frozen-c").unwrap();
     let backend = host.backend();
     let keys: Vec<PageKey> = (0..BEFORE + PAGES).map(|number| [number as u8; 32]).collect();
     let (prefix_keys, own) = keys.split_at(BEFORE);
@@ -95,7 +104,7 @@ fn a_get_of_128_pages_makes_no_allocation_on_the_hosts_side() {
         assert!(status.iter().all(|status| *status == PageStatus::Ok));
     };
     (0..WARM_UP).for_each(|_| get());
-    assert_eq!(allocations(|| (0..20).for_each(|_| get())), 0, "through the instance");
+    assert_eq!(allocations(|| (0..20).for_each(|_| get())), 0, "through the instance, {abi}");
 
     let guarded = Guarded::new(backend.clone(), pool::PAGE_BYTES as u64);
     let mut status = vec![PageStatus::Unset; PAGES];
@@ -104,7 +113,7 @@ fn a_get_of_128_pages_makes_no_allocation_on_the_hosts_side() {
         assert!(status.iter().all(|status| *status == PageStatus::Ok));
     };
     (0..WARM_UP).for_each(|_| get());
-    assert_eq!(allocations(|| (0..20).for_each(|_| get())), 0, "through the guards of the cache");
+    assert_eq!(allocations(|| (0..20).for_each(|_| get())), 0, "through the guards of the cache, {abi}");
     drop((guarded, backend));
     host.end();
 }
