@@ -140,39 +140,70 @@ fn damaged_files_are_refused_and_never_crash() {
     }
 }
 
-/// A plugin whose constructor leaves a trace, so that a test sees whether any of its code ran.
-fn tracing_plugin(folder: &Path, abi: &str) -> (PathBuf, PathBuf) {
+/// A plugin that loads, and whose constructor leaves a trace, so that a test sees whether any of its code ran.
+fn tracing_plugin(folder: &Path) -> (PathBuf, PathBuf) {
     let trace = folder.join("constructor-ran");
+    let types = serde_json::to_string(v0_1::TYPES_TEXT).unwrap();
+    let digest: String = v0_1::TYPES_DIGEST.iter().map(|b| format!("{b:02x}")).collect();
     let json = format!(
-        r#"{{"note":1,"name":"traced","version":"1","license":"X","abi":["{abi}"],"panic":"unwind","capabilities":{{}},"config_schema":{{}},"types":{{}},"types_sha256":{{}}}}"#
+        r#"{{"note":1,"name":"traced","version":"1","license":"X","abi":["0.1"],"panic":"unwind","capabilities":{{}},"config_schema":{{}},"types":{{"0.1":{types}}},"types_sha256":{{"0.1":"{digest}"}}}}"#
     );
+    // The table's head is enough for the loader; no function of it is called.
     let source = format!(
         r#"
 #include <stdio.h>
-static const char json[] = {json};
 struct note {{ unsigned owner_len, len, type; char owner[8]; char json[{len}]; }};
 __attribute__((section(".note.kvdock"), used, aligned(4))) static const struct note note = {{ 7, {text_len}, {kind}u, "kvdock", {json} }};
 __attribute__((constructor)) static void start(void) {{ FILE *f = fopen("{trace}", "w"); if (f) fclose(f); }}
-const void *kvdock_plugin_entry(unsigned version) {{ (void)version; return 0; }}
+static struct {{ unsigned long size; unsigned version, reserved; void *rest[{rest}]; }} table = {{ {size}, 1, 0, {{ 0 }} }};
+const void *kvdock_plugin_entry(unsigned version) {{ return version == 1 ? &table : 0; }}
 "#,
         json = serde_json::to_string(&json).unwrap(),
         len = (json.len() + 1).next_multiple_of(4),
         text_len = json.len(),
         kind = kvdock_plugin_api::note::NOTE_TYPE,
         trace = trace.display(),
+        size = size_of::<v0_1::BackendTable>(),
+        rest = (size_of::<v0_1::BackendTable>() - 16) / 8,
     );
     (compile(folder, "traced", &source, &[]), trace)
+}
+
+/// The bytes with `from` replaced by `to`, wherever it stands.
+fn with(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    assert_eq!(from.len(), to.len());
+    let mut bytes = bytes.to_vec();
+    let places: Vec<usize> = (0..=bytes.len() - from.len()).filter(|at| bytes[*at..].starts_with(from)).collect();
+    assert!(!places.is_empty(), "{:?} is not in the plugin", String::from_utf8_lossy(from));
+    places.into_iter().for_each(|at| bytes[at..at + to.len()].copy_from_slice(to));
+    bytes
 }
 
 #[test]
 fn no_code_of_a_refused_plugin_runs() {
     let folder = folder();
-    let (path, trace) = tracing_plugin(folder.path(), "9.9");
-    assert!(matches!(refusal(&path).reason, Reason::OtherAbi { .. }));
-    assert!(!trace.exists(), "its constructor ran");
-    // The trace itself works: loading the library by hand leaves it.
-    // SAFETY: the library is this test's own.
-    unsafe { libloading::Library::new(&path) }.unwrap();
+    let (path, trace) = tracing_plugin(folder.path());
+    let right = fs::read(&path).unwrap();
+    let mut other_machine = right.clone();
+    let other: u16 = if cfg!(target_arch = "aarch64") { 62 } else { 183 };
+    other_machine[18..20].copy_from_slice(&other.to_le_bytes());
+    let wrong: [(&str, Vec<u8>, &[&str]); 6] = [
+        ("other_machine", other_machine, &["x86-64", "aarch64"]),
+        ("text", b"int main(void) { return 0; }".to_vec(), &["expected an ELF", "a text file"]),
+        ("other_abi", with(&right, b"\"abi\":[\"0.1\"]", b"\"abi\":[\"7.3\"]"), &["0.1", "7.3"]),
+        ("struct", with(&right, b"page_tokens: u32", b"page_tokens: u64"), &["page_tokens: u32", "page_tokens: u64"]),
+        ("abort", with(&right, b"\"panic\":\"unwind\"", b"\"panic\": \"abort\""), &["unwind", "abort"]),
+        ("entry", with(&right, b"kvdock_plugin_entry\0", b"kvdock_plugin_entrv\0"), &["kvdock_plugin_entry"]),
+    ];
+    for (name, bytes, words) in wrong {
+        let text = refusal(&write(folder.path(), &format!("{name}.so"), &bytes)).to_string();
+        for word in words {
+            assert!(text.contains(word), "{name}: {word:?} is not in {text:?}");
+        }
+        assert!(!trace.exists(), "{name}: its constructor ran");
+    }
+    // The same plugin as it was built is loaded, and leaves its trace: what was looked for above would have been there.
+    assert_eq!(load(&path, None).unwrap().info.note.name, "traced");
     assert!(trace.exists());
 }
 

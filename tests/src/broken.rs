@@ -129,9 +129,14 @@ impl Broken {
         self
     }
 
-    /// Writes the file.
+    /// Writes the file as `lib` and the plugin's name.
     pub fn write(&self, folder: &Path) -> PathBuf {
-        let path = folder.join(format!("lib{}.so", self.name));
+        self.write_as(folder, &self.name)
+    }
+
+    /// Writes the file as `lib` and a name that need not be the plugin's.
+    pub fn write_as(&self, folder: &Path, name: &str) -> PathBuf {
+        let path = folder.join(format!("lib{name}.so"));
         // Never over a file that may be mapped.
         let _ = std::fs::remove_file(&path);
         std::fs::write(&path, &self.bytes).unwrap_or_else(|error| panic!("{}: {error}", path.display()));

@@ -142,8 +142,10 @@ fn spoil_the_process() {
         Ok(Fault::ChangesFolder) => drop(std::env::set_current_dir("/")),
         Ok(Fault::DiesAtExit) => {
             static ONCE: std::sync::Once = std::sync::Once::new();
-            // SAFETY: the function has the type that the C library asks for, and stays mapped.
-            ONCE.call_once(|| drop(unsafe { atexit(die) }));
+            ONCE.call_once(|| {
+                // SAFETY: the function has the type that the C library asks for, and stays mapped.
+                let _ = unsafe { atexit(die) };
+            });
         }
         _ => {}
     }

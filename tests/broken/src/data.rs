@@ -317,9 +317,7 @@ fn cut(page: &mut Page<'_, Get>, stored: &Stored, keep: impl Fn(usize) -> usize)
 
 /// Writes a byte behind each piece that has one behind it.
 fn write_beside(page: &Page<'_, Get>) {
-    for (index, segment) in
-        page.pool().segments().iter().enumerate().filter(|(_, segment)| segment.stride > segment.len)
-    {
+    for (index, _) in page.pool().segments().iter().enumerate().filter(|(_, segment)| segment.stride > segment.len) {
         if let Ok((piece, len)) = page.piece(index) {
             // SAFETY: what lies between two pages of a pool is mapped as they are; that it is not ours to write is the fault.
             unsafe { piece.add(len).write_volatile(0xee) };

@@ -269,8 +269,11 @@ impl Shared {
             Err(error) if error.kind == ErrorKind::NoSpace => PageStatus::Refused,
             Err(_) => PageStatus::Failed,
         };
-        let forgotten =
-            offload.transfers().get(1).filter(|_| is(Fault::OffloadForgetsStatus)).map(|part| part.pool().id());
+        let forgotten = offload
+            .transfers()
+            .get(1)
+            .filter(|_| result.is_ok() && is(Fault::OffloadForgetsStatus))
+            .map(|part| part.pool().id());
         offload.pages().filter(|page| forgotten != Some(page.pool().id())).for_each(|page| page.finish(status));
         result
     }

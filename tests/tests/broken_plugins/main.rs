@@ -3,3 +3,4 @@
 #![allow(clippy::unwrap_used)] // Also in the helpers, which the lint does not take for tests.
 
 mod live;
+mod table;
