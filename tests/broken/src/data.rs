@@ -141,7 +141,7 @@ impl Backend {
                 std::thread::sleep(Duration::from_millis(300));
                 pages::fill(page, &stored);
             }
-            Ok(Fault::AnyLength) => {
+            Ok(Fault::AnyLength) if stored.bytes.len() != page.len() => {
                 let mut bytes = stored.bytes.clone();
                 bytes.resize(page.len(), 0);
                 page.fill(&bytes);
