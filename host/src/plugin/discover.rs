@@ -26,6 +26,17 @@ pub struct FoundPlugin {
 }
 
 impl Found {
+    fn look_at(&mut self, host: AbiVersions, file: &Path) {
+        match inspect_with(host, file) {
+            Ok(info) => {
+                let shadowed_by = self.by_name(&info.note.name).map(|first| first.path.clone());
+                self.plugins.push(FoundPlugin { info, shadowed_by });
+            }
+            Err(Refusal { reason: Reason::NoNote { .. } | Reason::NotElf(_), .. }) => {}
+            Err(refusal) => self.refused.push(refusal),
+        }
+    }
+
     /// The plugin that goes by `name`.
     pub fn by_name(&self, name: &str) -> Option<&PluginInfo> {
         self.plugins.iter().find(|p| p.shadowed_by.is_none() && p.info.note.name == name).map(|p| &p.info)
@@ -53,27 +64,21 @@ pub fn discover(folders: &[PathBuf]) -> Found {
 /// As [`discover`](fn@discover), for a host that speaks these ABI versions.
 pub fn discover_with(host: AbiVersions, folders: &[PathBuf]) -> Found {
     let mut found = Found::default();
-    for folder in folders {
-        let Ok(entries) = std::fs::read_dir(folder) else {
-            continue;
-        };
+    files(folders).for_each(|file| found.look_at(host, &file));
+    found
+}
+
+/// The `.so` files in the folders, in the order of the search.
+fn files(folders: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
+    folders.iter().flat_map(|folder| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten();
         let mut files: Vec<PathBuf> = entries
             .filter_map(|entry| entry.ok().map(|e| e.path()))
             .filter(|path| path.extension() == Some(OsStr::new("so")))
             .collect();
         files.sort();
-        for file in files {
-            match inspect_with(host, &file) {
-                Ok(info) => {
-                    let shadowed_by = found.by_name(&info.note.name).map(|first| first.path.clone());
-                    found.plugins.push(FoundPlugin { info, shadowed_by });
-                }
-                Err(Refusal { reason: Reason::NoNote { .. } | Reason::NotElf(_), .. }) => {}
-                Err(refusal) => found.refused.push(refusal),
-            }
-        }
-    }
-    found
+        files
+    })
 }
 
 /// The plugin named `name` in the folders.
@@ -89,9 +94,13 @@ pub fn find(name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
 /// # Errors
 /// As [`find`].
 pub fn find_with(host: AbiVersions, name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
-    let found = discover_with(host, folders);
-    if let Some(info) = found.by_name(name) {
-        return Ok(info.clone());
+    let mut found = Found::default();
+    for file in files(folders) {
+        found.look_at(host, &file);
+        // The first of a name wins, so there is no need to read the others: an attach under load has no time to waste.
+        if let Some(info) = found.by_name(name) {
+            return Ok(info.clone());
+        }
     }
     let searched: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
     let names: Vec<&str> =
