@@ -113,14 +113,14 @@ fn chosen(ids: &[String]) -> Result<Vec<&'static Rule>, Failure> {
 }
 
 /// The file: what is named, or what the search path has under the name.
-fn locate(plugin: &str) -> Result<PathBuf, Failure> {
+pub(super) fn locate(plugin: &str) -> Result<PathBuf, Failure> {
     if plugin.contains('/') || plugin.ends_with(".so") || Path::new(plugin).exists() {
         let path = Path::new(plugin);
         return path.canonicalize().map_err(|error| Failure(format!("{plugin}: {error}")));
     }
     let config = crate::config::load(&Sources::from_process(None, Vec::new())).map_err(Failure::new)?.config;
     let info = find(plugin, &search_path(&config.storage.plugin_path)).map_err(Failure::new)?;
-    say(&format!("checking {}", info.path.display()));
+    say(&format!("{plugin} is {}", info.path.display()));
     Ok(info.path)
 }
 

@@ -24,6 +24,7 @@ use serde_json::{Map, Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use super::check::locate;
 use super::machine::{cpus, memory, size};
 use super::{Failure, print, say};
 use crate::plugin::schema::validate;
@@ -40,8 +41,9 @@ const SCRATCH: &str = "{scratch}";
 /// What to measure.
 #[derive(Debug, Args)]
 pub(super) struct Options {
-    /// The plugin's file.
-    path: PathBuf,
+    /// The plugin: the path of its file, or its name in the search path.
+    #[arg(value_name = "PATH")]
+    plugin: String,
     /// Its configuration as a JSON object; "{scratch}" in it stands for a fresh folder. The one that the plugin declares for checks,
     /// if it is not given.
     #[arg(long, value_name = "JSON")]
@@ -70,7 +72,8 @@ pub(super) fn bench(options: &Options) -> Result<ExitCode, Failure> {
 }
 
 fn measure(options: &Options) -> Result<ExitCode, Failure> {
-    let info = inspect(&options.path).map_err(Failure::new)?;
+    let path = locate(&options.plugin)?;
+    let info = inspect(&path).map_err(Failure::new)?;
     let parent = options.scratch.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = tempfile::Builder::new()
         .prefix("kvdock-bench-")
@@ -78,7 +81,7 @@ fn measure(options: &Options) -> Result<ExitCode, Failure> {
         .map_err(|error| Failure(format!("{}: no folder can be made in it: {error}", parent.display())))?;
     let (config, in_scratch) = config(&info, options.config.as_deref(), scratch.path())?;
     let plan = Plan {
-        plugin: options.path.clone(),
+        plugin: path,
         config,
         scratch: in_scratch.then(|| scratch.path().to_owned()),
         quick: options.quick,
