@@ -24,6 +24,8 @@ use crate::plugin::backend::{
 
 /// How often a call that waits for its turn looks whether it was called off.
 const TURN_LOOK: Duration = Duration::from_millis(10);
+/// A call that was given less than this, to leave time for another backend, says nothing about the backend when it is late.
+const FAIR_TIME: Duration = Duration::from_millis(250);
 /// Cancel flags kept for later calls.
 const SPARE_FLAGS: usize = 64;
 
@@ -261,7 +263,8 @@ impl Attached {
     ) -> Result<R, CallFault> {
         let state = &self.ways[way as usize];
         let now = Instant::now();
-        let timeout = info.within.map_or(self.settings().timeout, |within| within.min(self.settings().timeout));
+        let most = self.settings().timeout;
+        let timeout = info.within.map_or(most, |within| within.min(most));
         if self.is_retired() || state.breaker.lock().is_open(now) {
             return Err(CallFault::Skipped);
         }
@@ -277,7 +280,7 @@ impl Attached {
         }
         state.calls.fetch_add(1, Ordering::Relaxed);
         let result = self.tries(way, info, pass, turn, Instant::now() + timeout, attempt);
-        self.settle(way, pass, &result);
+        self.settle(way, pass, timeout >= most.min(FAIR_TIME), &result);
         result.map_err(CallFault::Failed)
     }
 
@@ -356,7 +359,7 @@ impl Attached {
         result
     }
 
-    fn settle<R>(&self, way: Way, pass: Pass, result: &Result<R, BackendError>) {
+    fn settle<R>(&self, way: Way, pass: Pass, fair: bool, result: &Result<R, BackendError>) {
         let state = &self.ways[way as usize];
         let (name, what) = (self.name(), way.as_str());
         let mut breaker = state.breaker.lock();
@@ -368,6 +371,7 @@ impl Attached {
             }
             // What was asked to stop did not fail.
             Err(error) if error.kind == ErrorKind::Cancelled => breaker.unsettled(pass, Instant::now()),
+            Err(error) if error.kind == ErrorKind::TimedOut && !fair => breaker.unsettled(pass, Instant::now()),
             Err(error) => {
                 state.failed.fetch_add(1, Ordering::Relaxed);
                 if let Some(pause) = breaker.failed(pass, Instant::now(), || error.to_string()) {

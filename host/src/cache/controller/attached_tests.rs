@@ -417,3 +417,18 @@ fn an_unknown_write_policy_is_no_end() {
     let (_, attached) = scripted(settings, |_, _, _| Ok(()));
     assert_eq!(attached.write_policy(WritePolicy::WriteBack), WritePolicy::WriteThrough);
 }
+
+#[test]
+fn a_backend_that_was_given_next_to_no_time_is_not_blamed_for_being_late() {
+    for (within, rests) in [(Some(Duration::from_millis(20)), false), (Some(FAIR_TIME), true), (None, true)] {
+        let (_, attached) = failing(ErrorKind::TimedOut);
+        for _ in 0..4 {
+            let operation = CancelSet::default();
+            let info = CallInfo { op: StorageOp::Exists, pages: 0, bytes: 0, operation: &operation, within };
+            let call =
+                attached.call(&info, |backend, options| backend.batch_exists(options, &[], &ChainInfo::default()));
+            assert!(call.is_err());
+        }
+        assert_eq!(attached.is_resting(), rests, "{within:?}");
+    }
+}
