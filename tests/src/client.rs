@@ -81,6 +81,12 @@ impl Client {
         Self::reply(path, response)
     }
 
+    /// PUT of a text that says it is JSON.
+    pub fn put_text(&self, path: &str, text: &str) -> Reply {
+        let request = self.agent.put(format!("{}{path}", self.base)).content_type("application/json");
+        Self::reply(path, request.send(text))
+    }
+
     /// DELETE of a path.
     pub fn delete(&self, path: &str) -> Reply {
         let response = self.agent.delete(format!("{}{path}", self.base)).call();

@@ -1,6 +1,6 @@
 //! The text of `/metrics`, as far as the tests read it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Values by name and labels.
 #[derive(Debug, Clone, Default)]
@@ -34,6 +34,12 @@ impl Metrics {
             format!("{name}{{{}}}", labels.join(","))
         };
         self.values.iter().map(show).collect()
+    }
+
+    /// Series that stand there more than once.
+    pub fn doubled(&self) -> Vec<String> {
+        let mut seen = BTreeSet::new();
+        self.series().into_iter().filter(|series| !seen.insert(series.clone())).collect()
     }
 
     /// Whether there is a value of this name.
@@ -74,6 +80,7 @@ mod tests {
         assert_eq!(metrics.sum("b", &[]), 1.5);
         assert_eq!(metrics.sum("c", &[]), 0.0);
         assert!(metrics.has("b") && !metrics.has("c"));
+        assert_eq!(Metrics::parse("b{c=\"1\"} 1\nb{c=\"2\"} 1\nb{c=\"1\"} 2\n").doubled(), ["b{c=\"1\"}"]);
         assert_eq!(metrics.series()[1..], ["a_total{op=\"get\",result=\"late\"}", "b{}"]);
     }
 }

@@ -255,7 +255,12 @@ impl Script {
         let status = self.client.get(ENDPOINT).json;
         assert_eq!(status["hicache_storage_backend"].as_str(), attached, "after {step:?}: {status}");
         let Some(name) = attached else { return };
-        let backend = status["backends"].as_array().and_then(|all| all.iter().find(|backend| backend["name"] == name));
+        let backend = status["backends"].as_array().and_then(|all| {
+            all.iter().find(|backend| {
+                // One of the same name may be on its way out.
+                backend["name"] == name && backend["in_use"] != false
+            })
+        });
         let backend = backend.unwrap_or_else(|| panic!("no {name:?} after {step:?}: {status}"));
         assert_eq!(backend["state"], "active", "after {step:?}: {status}");
         let text = |field: &str| backend[field].as_str().unwrap_or_default().to_owned();

@@ -33,9 +33,12 @@ fn soak_swaps_under_load_harm_no_answer_and_leave_nothing() {
     let mut script = stage.script(server.client());
     script.fill(|| load.warm(&client).unwrap());
     client.flush();
+    // The figures of a backend are shown while it is there.
+    script.rest();
     let before = client.metrics();
     let steps = Script::ROUND * soak::factor() as usize;
     let (report, ()) = load.run(&server.address(), CLIENTS, || script.run(steps, PAUSE));
+    script.rest();
     let after = client.metrics();
     let pages = |op: &str, result: &str| after.storage_pages(op, result) - before.storage_pages(op, result);
     println!("{} answers, {:?}; p99 of the gaps is {:.3} s", report.answers, report.usage, report.gap(0.99));
