@@ -232,6 +232,9 @@ impl Backend {
             std::thread::sleep(Duration::from_millis(1));
             self.store.remove(&name);
         }
+        if page.pool().name() == "middle" && is(Fault::HalfOnDisk) {
+            self.store.save_half(&name, &bytes);
+        }
         if is(Fault::WritesSources) && !page.is_empty() {
             let (byte, _) = page.piece(0)?;
             // SAFETY: the piece is mapped until the call returns; that it is not ours to write is the fault.

@@ -144,6 +144,8 @@ faults! {
     OtherProcessForgets = "other_process_forgets",
     /// The process ends by a signal when it exits.
     DiesAtExit = "dies_at_exit",
+    /// A page of the pool named `middle` lies half in the file until the next flush.
+    HalfOnDisk = "half_on_disk",
     /// `report_held_pages` does not return when its deadline has passed.
     HangWhenLate = "hang_when_late",
     /// `report_held_pages` returns six seconds after its deadline.

@@ -88,9 +88,9 @@ unsafe extern "C" fn register_anchor(
 ) -> Status {
     // SAFETY: rules of the boundary.
     let right = unsafe { &*desc };
-    // SAFETY: rules of the boundary.
     let mut regions = match right.region_count {
         0 => Vec::new(),
+        // SAFETY: rules of the boundary.
         count => unsafe { std::slice::from_raw_parts(right.regions, count as usize) }.to_vec(),
     };
     for region in &mut regions {

@@ -160,6 +160,15 @@ impl Store {
         (count, bytes, self.max_bytes)
     }
 
+    /// What a fault does: the file has this page alone, with half of its bytes.
+    pub fn save_half(&self, name: &Name, bytes: &[u8]) {
+        if let Some(folder) = &self.folder {
+            let half = bytes.iter().enumerate().map(|(at, byte)| if at * 2 < bytes.len() { *byte } else { 0 });
+            // That it can't be written is none of the fault.
+            let _ = save(&folder.join(FILE), &[(name.clone(), Stored::new(half.collect()))]);
+        }
+    }
+
     /// Writes the file, where there is a folder.
     ///
     /// # Errors

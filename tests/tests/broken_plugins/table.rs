@@ -137,6 +137,7 @@ const CASES: &[Case] = &[
     planted!("changes_folder" => "life.process_state"),
     planted!("forgets_on_reopen" => "life.reopen"),
     planted!("other_process_forgets" => "life.other_process"),
+    planted!("half_on_disk" => "life.killed"),
     planted!("dies_at_exit" => "life.exit"),
     planted!("too_many_bytes" => "status.stats"),
     planted!("degraded_without_reason" => "status.health"),
