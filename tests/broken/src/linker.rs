@@ -291,7 +291,8 @@ impl Shared {
 /// Writes whole pages, without regard to layers.
 fn write_all(item: &mut Item) {
     let pool = item.page.pool().clone();
-    if let Ok(stored) = &item.found {
+    // A range of layers has a rule of its own.
+    if let (Ok(stored), None) = (&item.found, item.page.layers()) {
         let runs =
             (0..pool.layers()).flat_map(|layer| pages::layer(&pool, layer)).chain(pages::outside_of_layers(&pool));
         // A page that can't be written early is written later.
