@@ -10,7 +10,7 @@ use kvdock_plugin_api::mock::{Instance, MockPool, Options, Part, Query, key};
 use kvdock_plugin_api::v0_1::PageKey;
 
 use super::event::{Kind, Row};
-use super::plan::Shape;
+use super::plan::{DEADLINE, Shape};
 
 /// Source of the memory copy: bytes at most, so that it does not fit into a cache near the core.
 const COPY_SOURCE_BYTES: u64 = 64 << 20;
@@ -119,7 +119,6 @@ pub(super) struct Bench<'a> {
     pub instance: &'a Instance,
     pub pool: &'a MockPool,
     pub slice: Duration,
-    pub deadline: Duration,
 }
 
 impl Bench<'_> {
@@ -195,7 +194,7 @@ impl Bench<'_> {
                 }
                 let part = [Part::new(self.pool, &batch.keys, &pages)];
                 let start = Instant::now();
-                let outcome = self.instance.set(&self.options(), &part);
+                let outcome = self.instance.set(&options(), &part);
                 let time = start.elapsed();
                 outcome.result.map_err(|error| format!("batch_set: {error}"))?;
                 times.add(time, &outcome.statuses[0]);
@@ -217,7 +216,7 @@ impl Bench<'_> {
         let times = self.on_threads(shape, |thread, times| {
             self.repeat(shape, keys, stored, thread, times, |batch, times| {
                 let start = Instant::now();
-                let found = self.instance.exists(&self.options(), &batch.keys, &query);
+                let found = self.instance.exists(&options(), &batch.keys, &query);
                 let time = start.elapsed();
                 let found = found.map_err(|error| format!("batch_exists: {error}"))?;
                 times.add(time, &found.present[0]);
@@ -254,17 +253,13 @@ impl Bench<'_> {
         Ok(times.row(Kind::GetCold, shape, Some(copy)))
     }
 
-    fn options(&self) -> Options<'static> {
-        Options { deadline: Some(self.deadline), ..Options::default() }
-    }
-
     fn get_once(&self, pages: &[u32], batch: &Batch, times: &mut Times) -> Result<(), String> {
         for page in pages {
             self.pool.write_at(*page, 0, &[0xff; 8]);
         }
         let part = [Part::new(self.pool, &batch.keys, pages)];
         let start = Instant::now();
-        let outcome = self.instance.get(&self.options(), &part);
+        let outcome = self.instance.get(&options(), &part);
         let time = start.elapsed();
         outcome.result.map_err(|error| format!("batch_get: {error}"))?;
         times.add(time, &outcome.statuses[0]);
@@ -299,6 +294,10 @@ impl Bench<'_> {
         }
         Ok(())
     }
+}
+
+fn options() -> Options<'static> {
+    Options { deadline: Some(DEADLINE), ..Options::default() }
 }
 
 /// Pages of the pool that a thread uses.

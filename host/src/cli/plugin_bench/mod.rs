@@ -17,7 +17,6 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Map, Value, json};
@@ -30,7 +29,7 @@ use super::{Failure, print, say};
 use crate::plugin::schema::validate;
 use crate::plugin::{PluginInfo, inspect};
 use event::Event;
-use plan::Plan;
+use plan::{Plan, SILENCE};
 pub(super) use worker::run as run_worker;
 
 /// Exit code when nothing could be measured.
@@ -198,7 +197,6 @@ struct Worker {
     child: Child,
     lines: mpsc::Receiver<Line>,
     signals: signal_hook::iterator::Handle,
-    silence: Duration,
 }
 
 /// What comes from the worker, or from the user.
@@ -224,7 +222,7 @@ impl Worker {
         let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|error| cannot("signals", &error))?;
         let handle = signals.handle();
         // From here on the worker ends with `Worker`.
-        let worker = Worker { child, lines, signals: handle, silence: plan.silence() };
+        let worker = Worker { child, lines, signals: handle };
         let to_us = sender.clone();
         std::thread::spawn(move || signals.forever().try_for_each(|_| to_us.send(Line::Interrupt).ok()));
         if let Some(stdout) = stdout {
@@ -249,7 +247,7 @@ impl Worker {
     fn follow(&mut self, report: &mut Report) -> Result<(), Failure> {
         let mut doing = "starting".to_owned();
         loop {
-            match self.lines.recv_timeout(self.silence) {
+            match self.lines.recv_timeout(SILENCE) {
                 Ok(Line::Text(line)) => match serde_json::from_str(&line) {
                     Ok(Event::Doing { what }) => doing = what,
                     Ok(Event::Row(row)) => report.row(&row)?,
@@ -266,7 +264,7 @@ impl Worker {
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(Failure(format!(
                         "the plugin hangs in {doing}: nothing has come back for {} s, and the call's deadline has long passed",
-                        self.silence.as_secs()
+                        SILENCE.as_secs()
                     )));
                 }
             }

@@ -15,6 +15,12 @@ const POOL_BYTES: u64 = 512 * MIB;
 const SHAPE_BYTES: u64 = 256 * MIB;
 /// What a store that can't be emptied is given at most, all shapes together.
 pub(super) const KEPT_BYTES: u64 = 2048 * MIB;
+/// Time that the plugin has for a call that moves pages.
+pub(super) const DEADLINE: Duration = Duration::from_secs(10);
+/// Time that it has for `open`, `flush` and `clear`.
+pub(super) const UPKEEP_DEADLINE: Duration = Duration::from_secs(20);
+/// Without a word of the worker for so long, the plugin does not come back.
+pub(super) const SILENCE: Duration = Duration::from_secs(45);
 /// Threads at most, whatever the plugin likes.
 const MOST_THREADS: u32 = 16;
 
@@ -89,16 +95,6 @@ impl Plan {
     /// Time for one kind of call in one shape.
     pub fn slice(&self) -> Duration {
         Duration::from_millis(if self.quick { 150 } else { 600 })
-    }
-
-    /// Time that the plugin has for one call.
-    pub fn deadline(&self) -> Duration {
-        Duration::from_secs(if self.quick { 3 } else { 10 })
-    }
-
-    /// Without a word of the worker for so long, the plugin does not come back.
-    pub fn silence(&self) -> Duration {
-        self.deadline() * 3
     }
 
     /// Time for all of it; what has not begun then is left out.

@@ -12,7 +12,7 @@ use kvdock_plugin_api::{Capabilities, ClearScope, LogLevel};
 use super::cold::drop_cached;
 use super::event::{Event, Kind, Row};
 use super::measure::{Bench, Keys};
-use super::plan::{KEPT_BYTES, Plan, Shape, page_size};
+use super::plan::{KEPT_BYTES, Plan, Shape, UPKEEP_DEADLINE, page_size};
 use crate::plugin::library;
 
 /// Part of the files that may stay in the page cache where reads count as cold.
@@ -93,7 +93,7 @@ impl Work<'_> {
     fn attach(&self, pool: MockPool) -> Result<Attached, String> {
         doing("open and registration");
         let config = serde_json::Value::Object(self.plan.config.clone()).to_string();
-        let options = Options { deadline: Some(self.plan.deadline()), ..Options::default() };
+        let options = Options { deadline: Some(UPKEEP_DEADLINE), ..Options::default() };
         let instance = Instance::open(&self.host, self.table, &config, &identity("kvdock plugin bench"), &options)
             .map_err(|error| format!("open: {error}"))?;
         let capabilities = instance.capabilities().map_err(|error| format!("capabilities: {error}"))?;
@@ -135,12 +135,7 @@ impl Work<'_> {
 
     /// Measures one shape. Answers pages a second of the copy.
     fn shape(&mut self, attached: &Attached, shape: Shape) -> Result<f64, String> {
-        let bench = Bench {
-            instance: &attached.instance,
-            pool: &attached.pool,
-            slice: self.plan.slice(),
-            deadline: self.plan.deadline(),
-        };
+        let bench = Bench { instance: &attached.instance, pool: &attached.pool, slice: self.plan.slice() };
         let copy = bench.copy(shape)?;
         let of_copy = copy.pages_per_second;
         tell(&Event::Row(copy));
@@ -185,7 +180,7 @@ impl Work<'_> {
     fn empty(&mut self, attached: &Attached, bytes: u64) -> Result<(), String> {
         if attached.capabilities.clear_namespace {
             doing("clear");
-            let options = Options { deadline: Some(self.plan.deadline()), ..Options::default() };
+            let options = Options { deadline: Some(UPKEEP_DEADLINE), ..Options::default() };
             return attached.instance.clear(&options, ClearScope::Namespace).map_err(|error| format!("clear: {error}"));
         }
         self.kept += bytes;
@@ -209,12 +204,7 @@ impl Work<'_> {
         let one = Shape { batch: largest, threads: 1, ..copies[0].0 };
         let keys = self.next_keys();
         doing(format!("batch_set ({}) for cold reads", describe(one)));
-        let bench = Bench {
-            instance: &attached.instance,
-            pool: &attached.pool,
-            slice: self.plan.slice() * 4,
-            deadline: self.plan.deadline(),
-        };
+        let bench = Bench { instance: &attached.instance, pool: &attached.pool, slice: self.plan.slice() * 4 };
         let (row, stored) = bench.set(one, keys, 0.0)?;
         let batches = stored[0];
         if row.refused > 0 || row.bad > 0 || batches < 2 {
@@ -222,7 +212,7 @@ impl Work<'_> {
             return close(attached);
         }
         doing("flush");
-        let options = Options { deadline: Some(self.plan.deadline()), ..Options::default() };
+        let options = Options { deadline: Some(UPKEEP_DEADLINE), ..Options::default() };
         attached.instance.flush(&options).map_err(|error| format!("flush: {error}"))?;
         let pool = attached.pool.clone();
         close(attached)?;
@@ -232,12 +222,7 @@ impl Work<'_> {
         if stayed > COLD {
             note(format!("no cold reads: {:.0}% of the files stay in memory (a tmpfs?)", stayed * 100.0));
         } else {
-            let bench = Bench {
-                instance: &again.instance,
-                pool: &again.pool,
-                slice: self.plan.slice(),
-                deadline: self.plan.deadline(),
-            };
+            let bench = Bench { instance: &again.instance, pool: &again.pool, slice: self.plan.slice() };
             let mut first = 0;
             for (shape, copy) in copies.iter().filter(|(shape, _)| shape.batch == largest) {
                 // Each key once: what one shape has read is in memory for the next.
