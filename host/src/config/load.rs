@@ -131,14 +131,10 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
         }
     };
     for name in backends {
-        let valid = name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-'));
-        if !valid {
+        if !is_backend_name(&name) {
             errors.push(ConfigError::new(
                 &Origin::Default,
-                format!(
-                    "storage.{}: a backend's name takes lower-case letters, digits, \"_\" and \"-\"",
-                    join(std::slice::from_ref(&name))
-                ),
+                format!("storage.{}: {BACKEND_NAME_TAKES}", join(std::slice::from_ref(&name))),
             ));
             continue;
         }
@@ -147,6 +143,13 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
     }
     across(&mut config, leaves, errors);
     Some(config)
+}
+
+const BACKEND_NAME_TAKES: &str = "a backend's name takes lower-case letters, digits, \"_\" and \"-\"";
+
+fn is_backend_name(name: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-');
+    !name.is_empty() && name.bytes().all(plain)
 }
 
 /// Rules that one key's kind can't express.
@@ -186,6 +189,17 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
     }
     if config.storage.backend.is_some() && !config.storage.backends.is_empty() {
         wrong("storage.backends", "and storage.backend exclude each other; keep one of them".into());
+    }
+    for (key, name) in [("storage.backend", &config.storage.backend)]
+        .into_iter()
+        .filter_map(|(key, name)| Some((key, name.as_ref()?)))
+        .chain(config.storage.backends.iter().map(|name| ("storage.backends", name)))
+    {
+        if !is_backend_name(name) {
+            wrong(key, format!("names {name:?}: {BACKEND_NAME_TAKES}"));
+        } else if keys::find(&format!("storage.{name}")).is_some() {
+            wrong(key, format!("names {name:?}, which is a key of [storage]: no table could configure it"));
+        }
     }
     let mut seen = BTreeSet::new();
     for name in &config.storage.backends {

@@ -214,6 +214,8 @@ fn a_backends_host_keys_are_checked() {
 fn one_backend_key_or_the_other() {
     let found = errors("[storage]\nbackend = \"a\"\nbackends = [\"b\"]");
     assert!(found[0].contains("exclude each other"), "{found:?}");
+    let found = errors("[storage]\nbackends = [\"a\", \"/tmp/b.so\", \"required\"]");
+    assert!(found[0].contains("a backend's name takes") && found[1].contains("a key of [storage]"), "{found:?}");
     let found = errors("[storage]\nbackends = [\"b\", \"b\"]");
     assert!(found[0].contains("names \"b\" twice"), "{found:?}");
 }

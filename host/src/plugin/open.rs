@@ -82,7 +82,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         deadline,
         state: state.clone(),
     };
-    let (raw, capabilities) = request
+    let Ready { raw, capabilities, trouble } = request
         .calls
         .run(deadline, move || steps.run())
         .map_err(|failure| fail(format!("{}: {}", failure.kind, failure.message)))?;
@@ -99,12 +99,19 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         close(library.face(), raw, deadline);
         fail(format!("its threads can't be started: {error}"))
     })?;
-    match instance.health(deadline) {
-        Ok((HealthState::Degraded, reason)) => state.go(BackendState::Degraded, &reason),
-        // A panic in this call has failed it.
-        _ => state.go_if(|before| before == BackendState::Registering, BackendState::Active, ""),
+    match trouble {
+        Some(reason) => state.go(BackendState::Degraded, &reason),
+        None => state.go(BackendState::Active, ""),
     };
     Ok(Opened { instance, shown_config })
+}
+
+/// An instance that is registered and works.
+struct Ready {
+    raw: RawInstance,
+    capabilities: Capabilities,
+    /// What it can't do, by its own words.
+    trouble: Option<String>,
 }
 
 /// The calls from `open` to `health`, made on one thread.
@@ -120,16 +127,16 @@ struct Steps {
 }
 
 impl Steps {
-    fn run(self) -> Result<(RawInstance, Capabilities), CallFailure> {
+    fn run(self) -> Result<Ready, CallFailure> {
         let face = self.library.face();
         let raw = self.open(face)?;
         let rest = self.capabilities(face, raw).and_then(|capabilities| {
-            self.register(face, raw)?;
+            let trouble = self.register(face, raw)?;
             if Instant::now() >= self.deadline {
                 // Nobody waits any more.
                 return Err(CallFailure::new(ErrorKind::TimedOut, true, "it was ready too late"));
             }
-            Ok((raw, capabilities))
+            Ok(Ready { raw, capabilities, trouble })
         });
         if rest.is_err() {
             close(face, raw, Instant::now() + OPEN_TIMEOUT);
@@ -194,7 +201,8 @@ impl Steps {
         Ok(RawInstance(raw))
     }
 
-    fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<(), CallFailure> {
+    /// Registers the pool and asks for the health. Gives the trouble of an instance that serves all the same.
+    fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<Option<String>, CallFailure> {
         self.state.go(BackendState::Registering, "");
         let context = control_context(self.deadline);
         let anchor = OwnedPoolDesc::anchor(&self.pool);
@@ -209,11 +217,14 @@ impl Steps {
             unsafe { face.pools_ready(raw, &raw const context, error) }
         })?;
         let (health, reason) = health(face, raw, &context)?;
-        if health == HealthState::Failed {
-            let message = format!("it says that it does not work: {reason}");
-            return Err(CallFailure::new(kvdock_plugin_api::ErrorKind::Unavailable, true, message));
+        match health {
+            HealthState::Ok => Ok(None),
+            HealthState::Degraded => Ok(Some(reason)),
+            HealthState::Failed => {
+                let message = format!("it says that it does not work: {reason}");
+                Err(CallFailure::new(ErrorKind::Unavailable, true, message))
+            }
         }
-        Ok(())
     }
 }
 

@@ -67,6 +67,8 @@ struct Shared {
     freed: Condvar,
     late: Mutex<Late>,
     stop: AtomicU32,
+    /// All calls are to end, those that still wait for their turn too.
+    cancelled: AtomicU32,
     /// Told when every thread is in a late call.
     on_all_late: Box<dyn Fn() + Send + Sync>,
 }
@@ -115,6 +117,7 @@ impl Workers {
             freed: Condvar::new(),
             late: Mutex::default(),
             stop: AtomicU32::new(0),
+            cancelled: AtomicU32::new(0),
             on_all_late,
         });
         // Dropping this on an error tells the threads that were started to end.
@@ -146,6 +149,10 @@ impl Workers {
         fill(buffers);
         let cancel = buffers.cancel.clone();
         *lock(&worker.cancel) = Some(cancel.clone());
+        // After the flag can be found, so that no call that begins now escapes.
+        if self.shared.cancelled.load(Ordering::SeqCst) != 0 {
+            cancel.store(1, Ordering::Release);
+        }
         slot.phase = Phase::Ready(operation);
         // Let go of it first, so that the thread does not wake up only to wait for it.
         drop(slot);
@@ -221,8 +228,9 @@ impl Workers {
         self.shared.workers.len() - lock(&self.shared.free).len()
     }
 
-    /// Sets the cancel flag of every call that runs.
+    /// Sets the cancel flag of every call that runs or comes.
     pub fn cancel_all(&self) {
+        self.shared.cancelled.store(1, Ordering::SeqCst);
         for worker in &self.shared.workers {
             if let Some(flag) = lock(&worker.cancel).as_ref() {
                 flag.store(1, Ordering::Release);

@@ -84,6 +84,10 @@ fn i20746_i20101_h17_no_admin_call_waits_for_a_drain_or_an_open() {
         assert_eq!(refused.status, 400);
         assert!(refused.json.as_str().unwrap().contains("detached while it was being opened"), "{}", refused.json);
 
+        // A second detach does not wait for the first one's drain; told to force it, it ends it.
+        let second = client.delete(&format!("{PATH}?backend=hanger"));
+        assert!(second.json.as_str().unwrap().contains("hanger still drains"), "{}", second.json);
+
         // The drain is cut short. The call hangs on, so the instance is kept, and says so.
         assert!(!slow_detach.is_finished());
         let forced = client.delete(&format!("{PATH}?backend=hanger&force=true"));

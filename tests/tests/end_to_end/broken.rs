@@ -114,9 +114,10 @@ impl Rig {
     }
 
     fn says(&self, backend: &str, words: &str) {
-        let log = self.server.log().to_lowercase();
-        let said = log.lines().any(|line| line.contains(backend) && line.contains(words));
-        assert!(said, "no line of the log has {backend:?} and {words:?}");
+        self.wait(&format!("a line of the log with {backend:?} and {words:?}"), || {
+            let log = self.server.log().to_lowercase();
+            log.lines().any(|line| line.contains(backend) && line.contains(words))
+        });
     }
 
     /// The file backend takes the place of whatever is attached, and serves.
@@ -194,7 +195,12 @@ fn a_panic_in_any_call_fails_the_instance_and_no_answer() {
         rig.says(fault, "planted: a panic");
         rig.a_good_backend_takes_over(&folder);
     }
-    for fault in ["panic_in_clear", "panic_in_stats", "panic_in_health", "panic_in_flush", "panic_in_close"] {
+    // Nobody has to ask: the host does so every few seconds.
+    rig.attach("panic_in_health");
+    rig.wait("the instance has failed", || rig.backend("panic_in_health")["state"] == "failed");
+    rig.says("panic_in_health", "planted: a panic in health");
+    rig.a_good_backend_takes_over(&folder);
+    for fault in ["panic_in_clear", "panic_in_stats", "panic_in_flush", "panic_in_close"] {
         rig.attach(fault);
         rig.use_it(fault);
         assert!(rig.pages(fault, "get", "ok") > 0.0, "{fault}: until then it serves");

@@ -192,7 +192,7 @@ impl Shared {
         self.sink.attached(instance.clone(), place);
         let replaced = board.put(&plan, rank, member.clone(), true);
         if let Some(replaced) = &replaced {
-            board.leaving.push(replaced.clone());
+            board.leave(replaced, &format!("replaced by {}", member.name));
         }
         Ok(replaced)
     }
@@ -202,7 +202,7 @@ impl Shared {
         let refused = Refused { error: AdminError::new(error), member: Some(member.clone()) };
         let mut board = lock(&self.board);
         Board::forget(&mut board.coming, member);
-        board.leaving.push(member.clone());
+        board.leave(member, error);
         drop(board);
         if member.instance().is_some() {
             self.retire(member, true, error);

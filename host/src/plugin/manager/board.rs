@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::super::admin::{AttachMode, BackendStatus};
 use super::super::backend::Place;
+use super::super::state::BackendState;
 use super::member::Member;
 
 /// Instances that have ended and are still told of.
@@ -118,6 +119,12 @@ impl Board {
         }
     }
 
+    /// Moves what the cache does not use any more to those that leave. From here on it can be found there, and its drain be cut short.
+    pub fn leave(&mut self, member: &Arc<Member>, reason: &str) {
+        member.state.go_if(BackendState::serves, BackendState::Draining, reason);
+        self.leaving.push(member.clone());
+    }
+
     pub fn forget(list: &mut Vec<Arc<Member>>, member: &Arc<Member>) {
         list.retain(|other| !Arc::ptr_eq(other, member));
     }
@@ -138,7 +145,7 @@ impl Board {
 #[cfg(test)]
 mod tests {
     use super::super::super::backend::BackendSettings;
-    use super::super::super::state::{BackendState, StateCell};
+    use super::super::super::state::StateCell;
     use super::*;
 
     fn member(name: &str) -> Arc<Member> {

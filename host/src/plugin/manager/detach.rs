@@ -16,7 +16,7 @@ pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Shared {
     /// Stops the use of one backend or all at once, calls off their attaches, and waits until they are closed. `force` skips the drain, also one
-    /// that an earlier call began.
+    /// that an earlier call began; without it such a drain is not waited for.
     pub fn detach(self: &Arc<Self>, name: Option<&str>, force: bool) -> Result<String, AdminError> {
         let meant = |other: &Arc<Member>| name.is_none_or(|name| name == other.name);
         let mut board = lock(&self.board);
@@ -41,7 +41,7 @@ impl Shared {
             if slot.in_use {
                 self.sink.detached(&slot.member.name);
             }
-            board.leaving.push(slot.member.clone());
+            board.leave(&slot.member, "detached");
         }
         for member in &called_off {
             member.call_off("it was detached while it was being opened");
@@ -54,7 +54,8 @@ impl Shared {
         if force {
             drained_before.iter().filter_map(|member| member.instance()).for_each(|instance| instance.hurry());
         }
-        let ends = going.iter().map(|slot| &slot.member).chain(&drained_before);
+        let waited_for = if force { drained_before.as_slice() } else { &[] };
+        let ends = going.iter().map(|slot| &slot.member).chain(waited_for);
         let mut said: Vec<String> = ends
             .map(|member| match member.wait_end() {
                 true => format!("{} is detached.", member.name),
@@ -66,10 +67,27 @@ impl Shared {
         said.extend(
             called_off.iter().map(|member| format!("{} was being opened and will not be attached.", member.name)),
         );
+        if !force {
+            let drains = |member: &Arc<Member>| format!("{} still drains; force=true ends that.", member.name);
+            said.extend(drained_before.iter().map(drains));
+        }
         if said.is_empty() {
             said.push("no storage backend was attached.".into());
         }
         Ok(said.join(" "))
+    }
+
+    /// Waits until nothing drains any more.
+    pub fn wait_for_drains(&self) {
+        let draining: Vec<Arc<Member>> = lock(&self.board)
+            .leaving
+            .iter()
+            .filter(|member| member.state.state() == BackendState::Draining)
+            .cloned()
+            .collect();
+        for member in draining {
+            member.wait_end();
+        }
     }
 
     /// Drains and closes what is not in use any more, on a thread of its own.

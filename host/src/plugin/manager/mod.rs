@@ -128,6 +128,7 @@ impl PluginManager {
         if let Err(error) = self.detach(None, false) {
             tracing::warn!("{error}");
         }
+        self.shared.wait_for_drains();
         let board = lock(&self.shared.board);
         board.slots.is_empty() && board.coming.is_empty() && board.leaving.is_empty()
     }
