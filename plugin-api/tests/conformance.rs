@@ -14,6 +14,28 @@ fn a_right_plugin_keeps_every_rule() {
     report.assert_passed();
 }
 
+/// Which rules a fault of the backend breaks.
+fn broken_by(config: serde_json::Value, rules: &str) -> Vec<&'static str> {
+    let report = Suite::new(kvdock_plugin_entry, &KVDOCK_NOTE_SOURCE).config(config).only(rules).run();
+    report.failed()
+}
+
+#[test]
+fn a_fault_is_found_by_its_rule_whichever_rule_ran() {
+    let panics = serde_json::json!({"panic_in_exists": "planted"});
+    assert_eq!(broken_by(panics, "exists."), ["calls.panic"]);
+    assert_eq!(broken_by(serde_json::json!({"fail_stats": "planted"}), "status."), ["status.stats"]);
+    // What everything else stands on is all that is shown.
+    assert_eq!(broken_by(serde_json::json!({"refuse_pools": true}), "data."), ["data.one_page"]);
+}
+
+#[test]
+#[should_panic(expected = "status.stats")]
+fn a_broken_rule_ends_the_test_of_an_author() {
+    let config = serde_json::json!({"fail_stats": "planted"});
+    Suite::new(kvdock_plugin_entry, &KVDOCK_NOTE_SOURCE).config(config).only("status.stats").run().assert_passed();
+}
+
 #[test]
 fn the_contract_lists_every_rule() {
     let page = include_str!("../ABI.md");

@@ -1,6 +1,7 @@
 //! Rules of the life of an instance, and of what it leaves behind.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::bench::Bench;
@@ -279,20 +280,27 @@ fn exit(bench: &Bench) -> Check {
 /// Pages of three sizes, which a backend may keep in different ways.
 fn pools_of_sizes() -> [MockPool; 3] {
     let size = |(id, name, bytes)| MockPool::new(PoolSpec::bytes(id, name, 8, &[bytes, 64]));
-    [(0, "kv", 700), (1, "middle", 70_000), (2, "large", 1 << 20)].map(size)
+    [(0, "kv", 700), (1, "middle", 9_000), (2, "large", 300_000)].map(size)
 }
 
-/// More pages than are stored before the end comes.
-const ROUNDS: u64 = 4000;
+/// More pages than are stored before the end comes, and no more bytes than a check configuration has room for.
+const ROUNDS: u64 = 540;
 
 fn kill_at_work(bench: &Bench) -> Check {
     let pools = pools_of_sizes();
     let store = bench.attach(&pools.iter().collect::<Vec<_>>())?;
+    let stored = AtomicU64::new(0);
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
-            (0..ROUNDS).try_for_each(|number| put(&store, &pools[number as usize % 3], &[(number, 0, number)]))
+            (0..ROUNDS).try_for_each(|number| {
+                stored.store(number, Ordering::Relaxed);
+                put(&store, &pools[number as usize % 3], &[(number, 0, number)])
+            })
         });
-        std::thread::sleep(Duration::from_millis(300));
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_millis(300) && stored.load(Ordering::Relaxed) < ROUNDS / 3 {
+            std::thread::yield_now();
+        }
         if !worker.is_finished() {
             // Nothing of the plugin, of the suite or of the C library runs after this.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

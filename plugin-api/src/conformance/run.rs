@@ -237,3 +237,33 @@ fn failed(rule: Option<&str>, expected: impl Into<String>, seen: impl Into<Strin
     let rule = rule.map(str::to_owned);
     Verdict::Failed(vec![Finding { rule, expected: expected.into(), seen: seen.into() }])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(asked: &str, broken: &str) -> Report {
+        let asked: Vec<&'static Rule> = rules().filter(|rule| rule.id.starts_with(asked)).collect();
+        let verdict = |rule: &Rule| match rule.id == broken {
+            true => failed(None, "a", "b"),
+            false => Verdict::Passed,
+        };
+        let entry = |rule: &&'static Rule| Entry { rule, verdict: verdict(rule), took: Duration::ZERO };
+        run_in_order(&asked, |batch| batch.iter().map(entry).collect())
+    }
+
+    #[test]
+    fn rules_that_stand_on_a_broken_one_are_not_run() {
+        let all = report("", "data.one_page");
+        assert_eq!(all.failed(), ["data.one_page"]);
+        let (passed, _, skipped) = all.counts();
+        assert!(passed > 10 && skipped > 50, "{all}");
+        assert_eq!(all.entries.len(), rules().count());
+        // Shown though it was not asked for, and in its place.
+        let some = report("isolation.", "data.one_page");
+        assert_eq!((some.failed(), some.entries[0].rule.id), (vec!["data.one_page"], "data.one_page"));
+        assert_eq!(some.counts().0, 0);
+        assert!(report("isolation.", "data.chain").failed().is_empty());
+        assert_eq!(report("load.", "data.one_page").counts().1, 0);
+    }
+}
