@@ -188,7 +188,7 @@ fn no_code_of_a_refused_plugin_runs() {
     let other: u16 = if cfg!(target_arch = "aarch64") { 62 } else { 183 };
     other_machine[18..20].copy_from_slice(&other.to_le_bytes());
     let wrong: [(&str, Vec<u8>, &[&str]); 6] = [
-        ("other_machine", other_machine, &["x86-64", "aarch64"]),
+        ("other_machine", other_machine, &["x86_64", "aarch64"]),
         ("text", b"int main(void) { return 0; }".to_vec(), &["expected an ELF", "a text file"]),
         ("other_abi", with(&right, b"\"abi\":[\"0.1\"]", b"\"abi\":[\"7.3\"]"), &["0.1", "7.3"]),
         ("struct", with(&right, b"page_tokens: u32", b"page_tokens: u64"), &["page_tokens: u32", "page_tokens: u64"]),
