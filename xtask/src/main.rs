@@ -34,6 +34,9 @@ enum Command {
     Test(test::Options),
     /// Run the long versions of the soak tests.
     Soak(soak::Options),
+    /// Real Mooncake services, to try the Mooncake plugin with.
+    #[command(subcommand)]
+    Mooncake(mooncake::Action),
     /// Measure kvdock beside its peers and the machine's limits, in one run.
     Bench(bench::Options),
 }
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
         Command::Setup => test::set_up(&mut process::Stages::default()).map(|()| ExitCode::SUCCESS),
         Command::Test(options) => test::run(&options),
         Command::Soak(options) => soak::run(&options),
+        Command::Mooncake(action) => mooncake::act(&action),
         Command::Bench(options) => bench::run(&options),
     };
     match outcome {

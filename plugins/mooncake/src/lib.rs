@@ -39,6 +39,13 @@ pub struct MooncakeBackend {
     store: Store,
 }
 
+impl Drop for MooncakeBackend {
+    fn drop(&mut self) {
+        // The heartbeat holds the member too: it has to be told.
+        self.store.member.leave();
+    }
+}
+
 impl Backend for MooncakeBackend {
     type Linker = NoLinker<Self>;
 

@@ -145,6 +145,25 @@ fn a_peer_killed_in_the_middle_of_reads_and_writes_fails_pages_and_nothing_else(
 }
 
 #[test]
+fn i2039_a_peer_that_stands_still_costs_one_deadline_and_not_one_each_call() {
+    let master = Master::start(&["--client_ttl=60"]);
+    let official = Official::start(&master, Mode::Peer, 256 << 20);
+    let bench = Bench::new(&master.config(Mode::Peer, 0), pool(8, 1 << 20));
+    let numbers: Vec<u64> = (0..8).collect();
+    assert!(bench.set(&numbers).all_ok(), "{}", bench.logs());
+    official.stand_still();
+    let options = Options { deadline: Some(Duration::from_secs(3)), ..Options::default() };
+    let got = bench.store.get(&options, &[bench.part(&numbers)]);
+    assert_eq!(got.result.unwrap_err().kind, ErrorKind::TimedOut);
+    assert_eq!(bench.prefix(&numbers), 0, "its pages do not count as stored for a while");
+    // The next call ends at once, because the peer is known to be in trouble, and not because its own time is over.
+    let got = bench.store.get(&options, &[bench.part(&numbers)]);
+    assert_eq!((got.result, got.statuses[0].clone()), (Ok(()), vec![PageStatus::Failed; 8]));
+    official.go_on();
+    wait_for("the peer's pages", || bench.has_all(&numbers));
+}
+
+#[test]
 fn two_instances_share_pages_and_one_goes_on_when_the_other_is_gone() {
     let master = Master::start(&[]);
     for mode in [Mode::Peer, Mode::Http] {

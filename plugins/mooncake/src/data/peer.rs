@@ -62,8 +62,8 @@ impl Peer {
         trouble.as_ref().filter(|trouble| Instant::now() < trouble.until).map(|trouble| trouble.why.clone())
     }
 
-    /// The peer failed.
-    pub(super) fn failed(&self, why: &str) {
+    /// The peer failed. It is left alone for `least` at least: as long as it has cost.
+    pub(super) fn failed(&self, why: &str, least: Duration) {
         let mut trouble = self.trouble.lock();
         let now = Instant::now();
         let pause = match &*trouble {
@@ -72,6 +72,7 @@ impl Peer {
             Some(known) => (known.pause * 2).min(PAUSE_LAST),
             None => PAUSE_FIRST,
         };
+        let pause = pause.max(least.min(PAUSE_LAST));
         *trouble = Some(Trouble { why: why.to_owned(), until: now + pause, pause });
         drop(trouble);
         self.forget();

@@ -12,6 +12,8 @@ use crate::net;
 
 /// A peer that moves nothing for so long is taken for dead.
 const PROGRESS: Duration = Duration::from_secs(15);
+/// A peer that has moved nothing for so long when a call's time is over is the reason.
+const SILENCE: Duration = Duration::from_secs(1);
 /// Bytes that are worth another connection.
 const LANE_BYTES: u64 = 512 << 10;
 /// How often what a refusal or a broken idle connection held up is tried again.
@@ -118,7 +120,7 @@ fn open_lanes(
     let info = match found {
         Ok(info) => info,
         Err(why) => {
-            peer.failed(&why);
+            peer.failed(&why, Duration::ZERO);
             return give_up(numbers, &Outcome::PeerFailed(why));
         }
     };
@@ -147,7 +149,7 @@ fn open_lanes(
                 lanes.push(Lane::new(peer.clone(), stream, operation, info.descriptor.tcp_proto_version, &loads));
             }
             Err(why) => {
-                peer.failed(&why);
+                peer.failed(&why, Duration::ZERO);
                 give_up(part, &Outcome::PeerFailed(why));
             }
         }
@@ -190,6 +192,14 @@ fn run(mut lanes: Vec<Lane>, limit: &Limit<'_>, outcomes: &mut [Option<Outcome>]
         let _ = net::wait(&mut fds, time);
     };
     for lane in lanes {
+        let silent = lane.progress.elapsed();
+        if stop == Stop::TimedOut && silent > SILENCE {
+            let peer = lane.peer.clone();
+            peer.failed(
+                &format!("peer {}: it moved nothing for {:.1} s", peer.endpoint(), silent.as_secs_f64()),
+                silent,
+            );
+        }
         lane.close(|job, how| {
             if let Some(place) = outcomes.get_mut(job) {
                 *place = Some(Outcome::Stopped { stop, in_doubt: how != Ended::Unsent });
@@ -207,7 +217,10 @@ fn end(lane: Lane, outcomes: &mut [Option<Outcome>], again: &mut Vec<usize>, las
         None => peer.worked(),
         // The connection is closed, the peer is well.
         Some(_) if lane.refused => peer.forget(),
-        Some(why) => peer.failed(&format!("peer {}: {why}", peer.endpoint())),
+        Some(why) => {
+            let cost = if late { PROGRESS } else { Duration::ZERO };
+            peer.failed(&format!("peer {}: {why}", peer.endpoint()), cost);
+        }
     }
     let why = format!("peer {}: {}", peer.endpoint(), why.unwrap_or_default());
     lane.close(|job, how| match how {

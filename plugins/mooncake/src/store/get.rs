@@ -191,11 +191,14 @@ impl Store {
         }
         // SAFETY: as above; no page is in two jobs.
         let outcomes = unsafe { transfer(&self.member.peers, Operation::Read, &jobs, limit) };
-        for ((page, from), outcome) in remote.into_iter().zip(outcomes) {
+        for (((page, from), outcome), job) in remote.into_iter().zip(outcomes).zip(&jobs) {
             let failed = match outcome {
                 Outcome::Moved => None,
                 Outcome::Rejected(why) | Outcome::PeerFailed(why) => Some(why),
                 Outcome::Stopped { .. } => {
+                    if job.peer.trouble().is_some() {
+                        self.note_failed(&page.item.name);
+                    }
                     page.item.transfer.finish(page.item.number, PageStatus::Failed);
                     continue;
                 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use kvdock_plugin_mooncake::limit::Limit;
 use kvdock_plugin_mooncake::rpc::Client;
 use kvdock_plugin_mooncake::wire::{Rpc, rpc};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const RELEASE: &str = "0.3.13.post1";
@@ -236,6 +237,20 @@ impl Official {
 
     pub fn exists(&mut self, keys: &[String]) -> Vec<i64> {
         serde_json::from_value(self.ask(&json!(["exists", keys]))).unwrap()
+    }
+
+    /// Stops the process where it is; its sockets stay open.
+    pub fn stand_still(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     pub fn kill(&mut self) {
