@@ -24,7 +24,9 @@ fn admin_call(client: &Client, random: &mut Random, folders: &[&std::path::Path]
     let refused = |reply: Reply, words: &str| {
         assert_eq!(reply.status, 400, "{}", reply.json);
         let text = reply.json.to_string();
-        assert!(text.contains(words), "the reply names {words:?}: {text}");
+        // Another operator may have called the attach off first.
+        let right = text.contains(words) || text.contains("it was detached while");
+        assert!(right, "the reply names {words:?}: {text}");
     };
     // Whether these find what they ask for hangs on the other operators.
     let either = |reply: Reply| assert!(matches!(reply.status, 200 | 400), "{} {}", reply.status, reply.json);

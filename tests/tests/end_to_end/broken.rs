@@ -150,6 +150,8 @@ fn a_backend_that_hangs_in_a_call_costs_its_pages_and_no_answer() {
             assert!(held > 0.0, "metrics show what it holds: {held}");
         }
         rig.a_good_backend_takes_over(&tempfile::tempdir().unwrap());
+        // No admin call waits for the drain, so this comes later.
+        rig.wait("it is a zombie", || rig.backend(fault)["state"] == "zombie");
         rig.says(fault, "zombie");
         // Another instance under the name of a zombie is told apart from it.
         rig.attach(fault);
@@ -260,5 +262,32 @@ fn slow_late_and_failing_backends_change_no_answer() {
         });
     }
     assert_nothing_is_held(&rig.client);
+    rig.server.stop();
+}
+
+#[test]
+fn the_second_backend_serves_when_the_first_is_broken() {
+    let rig = Rig::new(205);
+    let faults = ["panic_in_get", "panic_in_exists", "error_fatal", "refuse_sets", "garbage_get", "hang_in_get"];
+    for fault in faults {
+        let folder = tempfile::tempdir().unwrap();
+        rig.attach(fault);
+        let added = rig.client.put(
+            ENDPOINT,
+            &json!({
+                "hicache_storage_backend": "file",
+                "kvdock_mode": "add",
+                "hicache_storage_backend_extra_config_json": json!({"dir": folder.path()}).to_string(),
+            }),
+        );
+        assert_eq!(added.status, 200, "{fault}: {}", added.json);
+        let status = rig.client.get(ENDPOINT).json;
+        let names: Vec<_> = status["backends"].as_array().unwrap().iter().map(|backend| &backend["name"]).collect();
+        assert!(names.starts_with(&[&json!(fault), &json!("file")]), "in the order of the calls: {status}");
+        rig.ask();
+        rig.wait("the second serves", || rig.ask().storage == 96);
+        let detached = rig.client.delete(&format!("{ENDPOINT}?backend=file"));
+        assert_eq!(detached.status, 200, "{fault}: {}", detached.json);
+    }
     rig.server.stop();
 }
