@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow, bail};
 use kvdock_tests::load::{Load, Report as Met, Shape};
 use kvdock_tests::server::Launch;
-use kvdock_tests::swaps::Stage;
+use kvdock_tests::swaps::{Script, Stage};
 
 use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
@@ -14,8 +14,8 @@ use crate::sample::side_by_side;
 const CLIENTS: u64 = 64;
 /// From one change of backends to the next.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Changes in one turn.
-const CHANGES: usize = 5;
+/// Changes in one turn: all of the script's.
+const CHANGES: usize = Script::ROUND;
 
 /// Prompts of more pages in all than the pools hold.
 const SHAPE: Shape = Shape { groups: 8, group: 4, shared: 64, own: 64, new_tokens: 24 };
@@ -49,7 +49,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let address = server.address();
     let script = std::cell::RefCell::new(&mut script);
     let (ours, peer) = side_by_side(
-        bench.rounds,
+        bench.rounds.min(5),
         || milliseconds(load.run(&address, CLIENTS, || script.borrow_mut().run(CHANGES, PAUSE)).0),
         || {
             script.borrow_mut().rest();

@@ -89,10 +89,12 @@ pub enum Step {
     NewerBuild,
     /// Another name takes the place.
     OtherName,
+    /// A second backend behind the first.
+    Add,
+    /// Another setting for the first of two.
+    OneOfTwo,
     /// Detaches one by its name.
     DetachOne,
-    /// Detaches everything.
-    DetachAll,
     /// Detaches everything without a drain.
     Force,
 }
@@ -106,11 +108,11 @@ const STEPS: [Step; 13] = [
     Step::OtherName,
     Step::DetachOne,
     Step::Attach,
-    Step::OtherFolder,
-    Step::DetachAll,
-    Step::Attach,
+    Step::Add,
+    Step::OneOfTwo,
+    Step::DetachOne,
     Step::NewerBuild,
-    Step::OtherConfig,
+    Step::Add,
     Step::Force,
 ];
 
@@ -172,7 +174,7 @@ impl Script {
 
     /// Fills both folders: `ask` makes the server store pages in the first, which is then copied. Nothing is attached afterwards.
     pub fn fill(&self, ask: impl FnOnce()) {
-        self.put("file", &json!({"dir": self.folder(0)}));
+        self.put("file", &json!({"dir": self.folder(0)}), &[]);
         ask();
         let deadline = Instant::now() + Duration::from_secs(60);
         while self.client.metrics().sum("kvdock:backup_pending_pages", &[]) > 0.0 {
@@ -193,9 +195,9 @@ impl Script {
         std::thread::sleep((begin + pause * steps as u32).saturating_duration_since(Instant::now()));
     }
 
-    /// Attaches a backend that stays.
+    /// Attaches a backend that stays; between rounds.
     pub fn rest(&self) {
-        self.put("file", &json!({"dir": self.folder(0)}));
+        self.put("file", &json!({"dir": self.folder(0)}), &[]);
     }
 
     /// Does the next step; the server must say that it is done.
@@ -215,58 +217,74 @@ impl Script {
         self.folders.get(number % self.folders.len()).expect("one of two folders").path().to_path_buf()
     }
 
-    /// Makes the call; the name that is attached then.
-    fn make(&mut self, step: Step) -> Option<&'static str> {
+    /// Makes the call; what is attached then, in order.
+    fn make(&mut self, step: Step) -> &'static [&'static str] {
+        let config = |folder: PathBuf| json!({"dir": folder, "max_bytes": "1GiB", "timeout": 4});
         match step {
-            Step::Attach | Step::OtherFolder => self.put("file", &json!({"dir": self.folder(self.turn)})),
-            Step::OtherConfig => {
-                self.put("file", &json!({"dir": self.folder(self.turn - 1), "max_bytes": "1GiB", "timeout": 4}))
-            }
+            Step::Attach | Step::OtherFolder => self.put("file", &json!({"dir": self.folder(self.turn)}), &[]),
+            Step::OtherConfig => self.put("file", &config(self.folder(self.turn - 1)), &[]),
             Step::NewerBuild => {
                 self.build += 1;
                 self.plugins.copy(self.build);
-                self.put("file", &json!({"dir": self.folder(self.turn)}))
+                self.put("file", &json!({"dir": self.folder(self.turn)}), &[])
             }
-            Step::OtherName => self.put("archive", &Value::Null),
+            Step::OtherName => self.put("archive", &Value::Null, &[]),
+            Step::Add => {
+                self.put("archive", &Value::Null, &[("kvdock_mode", "add")]);
+                return &["file", "archive"];
+            }
+            Step::OneOfTwo => {
+                self.put("file", &config(self.folder(self.turn)), &[("kvdock_backend", "file")]);
+                return &["file", "archive"];
+            }
             Step::DetachOne => self.delete("?backend=archive"),
-            Step::DetachAll => self.delete(""),
             Step::Force => self.delete("?force=true"),
+        }
+        match step {
+            Step::OtherName => &["archive"],
+            Step::Force => &[],
+            // The first time `archive` was alone, the second time it was behind `file`.
+            Step::DetachOne if self.turn % Self::ROUND == 6 => &[],
+            _ => &["file"],
         }
     }
 
-    fn put(&self, name: &'static str, config: &Value) -> Option<&'static str> {
+    fn put(&self, name: &str, config: &Value, more: &[(&str, &str)]) {
         let mut body = json!({"hicache_storage_backend": name});
         if !config.is_null() {
             body["hicache_storage_backend_extra_config_json"] = config.to_string().into();
         }
+        more.iter().for_each(|(key, value)| body[key] = (*value).into());
         let reply = self.client.put(ENDPOINT, &body);
         assert_eq!(reply.status, 200, "{body}: {}", reply.json);
-        Some(name)
     }
 
-    fn delete(&self, query: &str) -> Option<&'static str> {
+    fn delete(&self, query: &str) {
         let reply = self.client.delete(&format!("{ENDPOINT}{query}"));
         assert_eq!(reply.status, 200, "DELETE {query}: {}", reply.json);
-        None
     }
 
     /// The status must show what was done.
-    fn look(&mut self, step: Step, attached: Option<&str>) {
+    fn look(&mut self, step: Step, attached: &[&str]) {
         let status = self.client.get(ENDPOINT).json;
-        assert_eq!(status["hicache_storage_backend"].as_str(), attached, "after {step:?}: {status}");
-        let Some(name) = attached else { return };
-        let backend = status["backends"].as_array().and_then(|all| {
-            all.iter().find(|backend| {
-                // One of the same name may be on its way out.
-                backend["name"] == name && backend["in_use"] != false
-            })
-        });
-        let backend = backend.unwrap_or_else(|| panic!("no {name:?} after {step:?}: {status}"));
-        assert_eq!(backend["state"], "active", "after {step:?}: {status}");
-        let text = |field: &str| backend[field].as_str().unwrap_or_default().to_owned();
-        self.contents.insert(text("sha256"));
-        self.versions.insert(text("version"));
-        let major = text("version").split('.').next().and_then(|major| major.parse().ok());
-        assert_eq!(major, Some(self.build % BUILDS), "the build that was copied last: {status}");
+        assert_eq!(status["hicache_storage_backend"].as_str(), attached.first().copied(), "after {step:?}: {status}");
+        let all = status["backends"].as_array().cloned().unwrap_or_default();
+        // Those that are on their way out are shown, too.
+        let used: Vec<Value> = all.into_iter().filter(|backend| backend["in_use"] == true).collect();
+        let names: Vec<&str> = used.iter().filter_map(|backend| backend["name"].as_str()).collect();
+        assert_eq!(names, attached, "after {step:?}: {status}");
+        for backend in &used {
+            assert_eq!(backend["state"], "active", "after {step:?}: {status}");
+            let text = |field: &str| backend[field].as_str().unwrap_or_default().to_owned();
+            self.contents.insert(text("sha256"));
+            self.versions.insert(text("version"));
+        }
+        // What the last call attached runs from the file that lies there now.
+        let newest = if step == Step::Add { used.last() } else { used.first() };
+        if let (Some(newest), false) = (newest, step == Step::DetachOne) {
+            let version = newest["version"].as_str().unwrap_or_default();
+            let major = version.split('.').next().and_then(|major| major.parse().ok());
+            assert_eq!(major, Some(self.build % BUILDS), "the build that was copied last: {status}");
+        }
     }
 }
