@@ -163,12 +163,14 @@ impl StateCell {
     }
 
     fn log(&self, before: BackendState, state: BackendState, reason: &str) {
+        // Whoever asked for an attach is told that it failed, and why; one that served fails on its own.
+        let told = state == BackendState::Failed && !before.serves();
         let (backend, instance, before, now) = (self.backend.as_str(), self.instance, before.as_str(), state.as_str());
         match state {
-            BackendState::Failed | BackendState::Zombie => {
+            BackendState::Failed | BackendState::Zombie if !told => {
                 tracing::error!(backend, instance, before, state = now, reason, "storage backend {now}");
             }
-            BackendState::Degraded => {
+            BackendState::Failed | BackendState::Degraded => {
                 tracing::warn!(backend, instance, before, state = now, reason, "storage backend {now}");
             }
             _ => tracing::info!(backend, instance, before, state = now, reason, "storage backend {now}"),

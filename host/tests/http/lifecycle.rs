@@ -114,7 +114,7 @@ fn a_storage_that_is_not_required_does_not_stop_the_start() {
     let mut server = Server::with(&["storage.backend=no-such-plugin", "storage.required=false"]);
     let status = server.get("/hicache/storage-backend").ok();
     assert_eq!(status["backends"][0]["name"], "no-such-plugin");
-    assert_eq!(status["backends"][0]["state"], "detached");
+    assert_eq!(status["backends"][0]["state"], "failed");
     assert!(status["backends"][0]["reason"].as_str().unwrap().contains("no-such-plugin"));
     assert_eq!(status["hicache_storage_backend"], serde_json::Value::Null);
     server.post("/v1/completions", &completion(json!("x"), json!({}))).ok();

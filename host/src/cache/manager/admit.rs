@@ -13,6 +13,8 @@ use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, Reque
 
 /// Fetches a request may start after the one it first waited for.
 const FOLLOW_UPS: u32 = 2;
+/// Time that a fetch which measures a backend anew is given at least.
+const EXPLORING: Duration = Duration::from_millis(250);
 
 /// A request as the cache knows it.
 #[derive(Debug)]
@@ -132,19 +134,19 @@ impl CacheManager {
             return Prefetch::Ready;
         };
         let now = Instant::now();
-        let (span, bound) = match self.fetches.get(&wait.fetch) {
-            Some(active) => (active.fetch.span, wait.began + active.bound),
-            None => (0, now),
+        let (span, bound, explore) = match self.fetches.get(&wait.fetch) {
+            Some(active) => (active.fetch.span, wait.began + active.bound, active.fetch.order.explore),
+            None => (0, now, false),
         };
         // The clock starts at the first look that finds the request blocked.
         let until = match self.config.prefetch_policy {
             PrefetchPolicy::BestEffort => now,
             PrefetchPolicy::Timeout => {
-                *wait.until.get_or_insert_with(|| now + self.patience(span).unwrap_or(Duration::ZERO))
+                *wait.until.get_or_insert_with(|| now + self.patience(span, explore).unwrap_or(Duration::ZERO))
             }
-            PrefetchPolicy::WaitComplete => *wait
-                .until
-                .get_or_insert_with(|| self.patience(span).map_or(bound, |patience| bound.min(now + patience))),
+            PrefetchPolicy::WaitComplete => *wait.until.get_or_insert_with(|| {
+                self.patience(span, explore).map_or(bound, |patience| bound.min(now + patience))
+            }),
         };
         let enough = self.find(state, &state.prompt).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
         if now >= until || enough {
@@ -154,8 +156,9 @@ impl CacheManager {
         Prefetch::Waiting { until }
     }
 
-    /// How long a request waits for a span, from the first look that finds it blocked, where that is known beforehand.
-    fn patience(&self, span: usize) -> Option<Duration> {
+    /// How long a request waits for a span, from the first look that finds it blocked, where that is known beforehand. A fetch that
+    /// explores gets a moment even where computing takes none, or nothing would be measured.
+    fn patience(&self, span: usize, explore: bool) -> Option<Duration> {
         let allowed = match self.config.prefetch_policy {
             PrefetchPolicy::BestEffort | PrefetchPolicy::WaitComplete => None,
             PrefetchPolicy::Timeout => Some(timeout(
@@ -165,7 +168,9 @@ impl CacheManager {
                 self.page_size,
             )),
         };
-        [allowed, self.time_to_compute(span)].into_iter().flatten().min()
+        let least = if explore { EXPLORING } else { Duration::ZERO };
+        let compute = self.time_to_compute(span).map(|time| time.max(least));
+        [allowed, compute].into_iter().flatten().min()
     }
 
     /// Time that computing a span takes, where the cache goes by that and knows it: no wait is worth more.
@@ -254,7 +259,7 @@ impl CacheManager {
             span,
             threshold: threshold.div_ceil(self.page_size),
             session,
-            patience: self.patience(span),
+            patience: self.patience(span, forecast == Forecast::Explore),
             break_even: self.config.break_even == BreakEvenMode::Auto,
             explore: forecast == Forecast::Explore,
         };
