@@ -69,7 +69,8 @@ enum PluginCommand {
         /// Name by which a configuration picks it: a-z, 0-9, "-" and "_". The folder's name, if it is not given.
         #[arg(long)]
         name: Option<String>,
-        /// Folder with the source of kvdock-plugin-api, where it is not beside this program.
+        /// Folder with the source of kvdock-plugin-api. If it is not given, it is looked for beside and above this program, as
+        /// plugin-api, api or kvdock-plugin-api.
         #[arg(long, value_name = "PATH")]
         api: Option<PathBuf>,
     },
@@ -181,6 +182,8 @@ mod tests {
             "kvdock plugin info file",
             "kvdock plugin check a.so --config {} --junit a.xml --rule load. --rule data.one_page",
             "kvdock plugin check --list",
+            "kvdock plugin check mine --set storage.plugin_path=[\"target/release\"]",
+            "kvdock plugin bench mine --set storage.plugin_path=[\"target/release\"] --seconds 120",
             "kvdock plugin new my-store",
             "kvdock plugin bench target/release/libmine.so --quick --json out.jsonl --config {}",
             "kvdock plugin new some/folder --name my-store --api kvdock/plugin-api",
@@ -194,6 +197,7 @@ mod tests {
             "kvdock",
             "kvdock plugin check",
             "kvdock plugin check x --patience 0",
+            "kvdock plugin bench x --seconds 0",
             "kvdock config check",
             "kvdock serve x",
         ] {

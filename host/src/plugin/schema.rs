@@ -1,6 +1,10 @@
 //! Checks a backend's configuration against the schema in its plugin's note.
 
+use jsonschema::ValidationError;
+use jsonschema::error::ValidationErrorKind;
 use serde_json::{Map, Value};
+
+use crate::config::nearest;
 
 /// What stands in place of a secret.
 const HIDDEN: &str = "(hidden)";
@@ -18,8 +22,9 @@ pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> R
         let at = error.instance_path().as_str().trim_start_matches('/').replace('/', ".");
         let key = if at.is_empty() { format!("storage.{backend}") } else { format!("storage.{backend}.{at}") };
         let problem = if is_secret(schema, &at) { "has a wrong value".to_owned() } else { error.to_string() };
+        let near = meant_key(&error, schema).map(|key| format!("; did you mean {key}?")).unwrap_or_default();
         let meant = description(schema, &at).map(|text| format!(" ({text})")).unwrap_or_default();
-        wrong.push(format!("{key}: {problem}{meant}"));
+        wrong.push(format!("{key}: {problem}{near}{meant}"));
     }
     if !wrong.is_empty() {
         let known: Vec<&str> = properties(schema).map(|p| p.keys().map(String::as_str).collect()).unwrap_or_default();
@@ -32,6 +37,13 @@ pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> R
 
 fn properties(schema: &Value) -> Option<&Map<String, Value>> {
     schema.get("properties").and_then(Value::as_object)
+}
+
+/// The key that an unknown one at the top was probably meant to be.
+fn meant_key<'a>(error: &ValidationError<'_>, schema: &'a Value) -> Option<&'a str> {
+    let ValidationErrorKind::AdditionalProperties { unexpected } = error.kind() else { return None };
+    let known = properties(schema).filter(|_| error.instance_path().as_str().is_empty())?;
+    unexpected.iter().find_map(|key| nearest(key, known.keys().map(String::as_str)))
 }
 
 /// What the schema says of the key.
@@ -84,6 +96,13 @@ mod tests {
         for part in ["storage.file.dir", "storage.file.max_bytes", "colour", "its keys are dir, max_bytes, token"] {
             assert!(text.contains(part), "{part} is missing in {text}");
         }
+    }
+
+    #[test]
+    fn a_key_with_a_slip_is_answered_by_the_one_that_was_meant() {
+        let text = check(json!({"dir": "d", "max_byte": 3})).unwrap_err();
+        assert!(text.contains("did you mean max_bytes?"), "{text}");
+        assert!(!check(json!({"dir": "d", "colour": 3})).unwrap_err().contains("did you mean"));
     }
 
     #[test]

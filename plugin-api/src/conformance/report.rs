@@ -116,7 +116,7 @@ impl Report {
         self.entries.iter().filter(failed).map(|entry| entry.rule.id).collect()
     }
 
-    /// Number of rules that are kept, broken, and without a verdict.
+    /// Number of rules that are kept, broken, and skipped.
     pub fn counts(&self) -> (usize, usize, usize) {
         self.entries.iter().fold((0, 0, 0), |(passed, failed, skipped), entry| match entry.verdict {
             Verdict::Passed => (passed + 1, failed, skipped),
@@ -161,7 +161,9 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.entries.iter().try_for_each(|entry| writeln!(f, "{entry}"))?;
         let (passed, failed, skipped) = self.counts();
-        write!(f, "{passed} rules kept, {failed} broken, {skipped} without a verdict")
+        // Beside a broken rule those that stand on it are skipped too.
+        let why = if failed == 0 { "do not apply here" } else { "do not apply here or were not run" };
+        write!(f, "{passed} rules kept, {failed} broken, {skipped} {why}")
     }
 }
 

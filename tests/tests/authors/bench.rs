@@ -53,6 +53,17 @@ fn every_call_is_measured_in_every_shape_and_nothing_is_left_behind() {
 }
 
 #[test]
+fn a_bench_with_little_time_leaves_no_size_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("results.jsonl");
+    let plugin = Installed::new(&paths::file_plugin());
+    let output = kvdock_plugin(&["bench", argument(&plugin.file), "--seconds", "1", "--json", argument(&json)]);
+    assert!(output.status.success(), "{}", text(&output));
+    let sizes: BTreeSet<u64> = lines(&json).iter().filter_map(|line| line["page_bytes"].as_u64()).collect();
+    assert_eq!(sizes, BTreeSet::from([64 << 10, 1 << 20, 4 << 20]), "{}", text(&output));
+}
+
+#[test]
 fn a_full_store_is_measured_as_far_as_it_goes() {
     let folder = tempfile::tempdir().unwrap();
     let plugin = broken::plugin(folder.path(), "small", "none");
@@ -104,5 +115,5 @@ fn a_plugin_that_hangs_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let plugin = broken::plugin(folder.path(), "hangs", "hang_in_get");
     let text = fails(&plugin, &[]);
-    assert!(text.contains("the plugin hangs in batch_get (1 of 64 KiB, 1 thread)"), "{text}");
+    assert!(text.contains("the plugin hangs in batch_get (32 of 64 KiB, 1 thread)"), "{text}");
 }

@@ -7,11 +7,16 @@ use kvdock_tests::storage::wait_stored;
 
 use crate::build::{argument, cargo, kvdock_plugin, library, text};
 
+/// The crate with the boundary, wherever the program lies.
+fn api() -> std::path::PathBuf {
+    paths::workspace().join("plugin-api")
+}
+
 #[test]
 fn a_new_plugin_builds_passes_its_tests_and_the_check_and_serves() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("my-store");
-    let made = kvdock_plugin(&["new", argument(&dir)]);
+    let made = kvdock_plugin(&["new", argument(&dir), "--api", argument(&api())]);
     assert!(made.status.success(), "{}", text(&made));
     assert!(text(&made).contains("kvdock-plugin-api comes from"), "{}", text(&made));
     // The versions of the workspace, which are there already.
@@ -45,7 +50,7 @@ fn a_new_plugin_builds_passes_its_tests_and_the_check_and_serves() {
 fn what_is_written_is_formatted() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("my-store");
-    assert!(kvdock_plugin(&["new", argument(&dir)]).status.success());
+    assert!(kvdock_plugin(&["new", argument(&dir), "--api", argument(&api())]).status.success());
     let formatted = std::process::Command::new("rustfmt")
         .args(["--check", "--edition", "2024"])
         .arg(dir.join("src/lib.rs"))
@@ -60,7 +65,7 @@ fn what_is_written_is_formatted() {
 fn a_wrong_name_and_a_full_folder_are_errors_of_one_line() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("mine"), "mine").unwrap();
-    let full = kvdock_plugin(&["new", argument(folder.path()), "--name", "store"]);
+    let full = kvdock_plugin(&["new", argument(folder.path()), "--name", "store", "--api", argument(&api())]);
     assert_eq!(full.status.code(), Some(1));
     assert!(text(&full).contains("found mine in it"), "{}", text(&full));
     let wrong = kvdock_plugin(&["new", argument(&folder.path().join("x")), "--name", "My Store"]);

@@ -48,6 +48,9 @@ pub(super) struct CheckArgs {
     /// Times all limits of time by this, for a store that is slow to answer.
     #[arg(long, value_name = "FACTOR", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     patience: u32,
+    /// Set a config key, such as storage.plugin_path=["target/release"], by which a name is looked up; may be given often.
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
     /// List the rules, and run none.
     #[arg(long)]
     list: bool,
@@ -72,7 +75,7 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let Some(plugin) = args.plugin.as_deref() else {
         return Err(Failure("expected the path of a plugin".to_owned()));
     };
-    let path = locate(plugin)?;
+    let path = locate(plugin, &args.set)?;
     let began = Instant::now();
     let (name, report) = match inspect(&path) {
         Ok(info) => {
@@ -113,12 +116,12 @@ fn chosen(ids: &[String]) -> Result<Vec<&'static Rule>, Failure> {
 }
 
 /// The file: what is named, or what the search path has under the name.
-pub(super) fn locate(plugin: &str) -> Result<PathBuf, Failure> {
+pub(super) fn locate(plugin: &str, set: &[String]) -> Result<PathBuf, Failure> {
     if plugin.contains('/') || plugin.ends_with(".so") || Path::new(plugin).exists() {
         let path = Path::new(plugin);
         return path.canonicalize().map_err(|error| Failure(format!("{plugin}: {error}")));
     }
-    let config = crate::config::load(&Sources::from_process(None, Vec::new())).map_err(Failure::new)?.config;
+    let config = crate::config::load(&Sources::from_process(None, set.to_vec())).map_err(Failure::new)?.config;
     let info = find(plugin, &search_path(&config.storage.plugin_path)).map_err(Failure::new)?;
     say(&format!("{plugin} is {}", info.path.display()));
     Ok(info.path)

@@ -54,6 +54,13 @@ pub(super) struct Options {
     /// Fewer sizes and less time for each: seconds instead of a minute.
     #[arg(long)]
     quick: bool,
+    /// Seconds for all of it: 50, or 15 with --quick, if it is not given. Each size of page gets its share; what has not begun when
+    /// its share is over is left out, and a note says so.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    seconds: Option<u32>,
+    /// Set a config key, such as storage.plugin_path=["target/release"], by which a name is looked up; may be given often.
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
     /// Write the results to this file too, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -71,7 +78,7 @@ pub(super) fn bench(options: &Options) -> Result<ExitCode, Failure> {
 }
 
 fn measure(options: &Options) -> Result<ExitCode, Failure> {
-    let path = locate(&options.plugin)?;
+    let path = locate(&options.plugin, &options.set)?;
     let info = inspect(&path).map_err(Failure::new)?;
     let parent = options.scratch.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = tempfile::Builder::new()
@@ -84,6 +91,7 @@ fn measure(options: &Options) -> Result<ExitCode, Failure> {
         config,
         scratch: in_scratch.then(|| scratch.path().to_owned()),
         quick: options.quick,
+        seconds: options.seconds,
         pool_bytes: Plan::pool_bytes(memory().map(|memory| memory.available)),
     };
     let mut report = Report { json: None, said: Vec::new() };
@@ -147,10 +155,10 @@ impl Report {
     fn begin(&mut self, info: &PluginInfo, plan: &Plan, scratch: Option<&Path>) -> Result<(), Failure> {
         let note = &info.note;
         let shown = validate(&note.name, &note.config_schema, &plan.config).map_err(Failure)?;
-        let (shown, cores, pool) = (Value::Object(shown), cpus(), size(plan.pool_bytes));
+        let (shown, cores, pool) = (Value::Object(shown), cpus(), plan.pool_bytes >> 20);
         let place = scratch.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
         print(&format!(
-            "{} {}, config {shown}\n{cores} processors, {pool} of memory, at most {} stored at a time{place}\n\n{}",
+            "{} {}, config {shown}\n{cores} processors; pages lie in {pool} MiB of memory, at most {} stored at a time{place}\n\n{}",
             note.name,
             note.version,
             size(plan.most_stored(note.capabilities.concurrency)),

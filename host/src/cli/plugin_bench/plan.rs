@@ -21,6 +21,8 @@ pub(super) const DEADLINE: Duration = Duration::from_secs(10);
 pub(super) const UPKEEP_DEADLINE: Duration = Duration::from_secs(20);
 /// Without a word of the worker for so long, the plugin does not come back.
 pub(super) const SILENCE: Duration = Duration::from_secs(45);
+/// Pages of a call that say most about a plugin: as many as kvdock moves at a time.
+pub(super) const USUAL_BATCH: u32 = 32;
 /// Threads at most, whatever the plugin likes.
 const MOST_THREADS: u32 = 16;
 
@@ -35,6 +37,8 @@ pub(super) struct Plan {
     pub scratch: Option<PathBuf>,
     /// Few shapes, and less time for each.
     pub quick: bool,
+    /// Seconds for all of it, where the user says so.
+    pub seconds: Option<u32>,
     /// Memory that the pool may take.
     pub pool_bytes: u64,
 }
@@ -45,6 +49,21 @@ pub(super) struct Shape {
     pub page_bytes: u64,
     pub batch: u32,
     pub threads: u32,
+}
+
+/// A part of the shapes of a size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Batches of [`USUAL_BATCH`], and reads from the disk.
+    First,
+    /// The other batches.
+    Rest,
+}
+
+impl Part {
+    pub fn has(self, shape: &Shape) -> bool {
+        (shape.batch == USUAL_BATCH) == (self == Part::First)
+    }
 }
 
 impl Shape {
@@ -75,9 +94,15 @@ impl Plan {
         if self.quick { &[64 * KIB, MIB] } else { &[64 * KIB, MIB, 4 * MIB] }
     }
 
+    /// What is measured, in its order: what says most of each size comes first, so that a slow plugin leaves no size out.
+    pub fn steps(&self) -> Vec<(u64, Part)> {
+        let of = |part| self.page_sizes().iter().map(move |page_bytes| (*page_bytes, part));
+        of(Part::First).chain(of(Part::Rest)).collect()
+    }
+
     /// Shapes for pages of a size on a plugin that likes `concurrency` calls at a time, and those that the memory is too small for.
     pub fn shapes(&self, page_bytes: u64, concurrency: u32) -> (Vec<Shape>, Vec<Shape>) {
-        let batches: &[u32] = if self.quick { &[1, 32] } else { &[1, 32, 128] };
+        let batches: &[u32] = if self.quick { &[1, USUAL_BATCH] } else { &[1, USUAL_BATCH, 128] };
         let mut threads = vec![1, concurrency.clamp(1, MOST_THREADS)];
         threads.dedup();
         batches
@@ -92,14 +117,19 @@ impl Plan {
         shapes.map(|shape| shape.stored_bytes()).max().unwrap_or(0)
     }
 
-    /// Time for one kind of call in one shape.
+    /// Time for one kind of call in one shape: less where all of it has less time than usual.
     pub fn slice(&self) -> Duration {
-        Duration::from_millis(if self.quick { 150 } else { 600 })
+        let usual = Duration::from_millis(if self.quick { 150 } else { 600 });
+        usual.min(usual.mul_f64(self.total().as_secs_f64() / self.usual_total().as_secs_f64()))
+    }
+
+    fn usual_total(&self) -> Duration {
+        Duration::from_secs(if self.quick { 15 } else { 50 })
     }
 
     /// Time for all of it; what has not begun then is left out.
     pub fn total(&self) -> Duration {
-        Duration::from_secs(if self.quick { 15 } else { 50 })
+        self.seconds.map_or(self.usual_total(), |seconds| Duration::from_secs(seconds.into()))
     }
 }
 
@@ -116,7 +146,7 @@ mod tests {
     use super::*;
 
     fn plan(pool_bytes: u64) -> Plan {
-        Plan { plugin: PathBuf::new(), config: Map::new(), scratch: None, quick: false, pool_bytes }
+        Plan { plugin: PathBuf::new(), config: Map::new(), scratch: None, quick: false, seconds: None, pool_bytes }
     }
 
     #[test]
@@ -138,6 +168,29 @@ mod tests {
                 assert_eq!(shape.stored_each() % u64::from(shape.batch), 0);
             }
         }
+    }
+
+    #[test]
+    fn every_size_is_measured_before_the_rest_of_any() {
+        let plan = plan(POOL_BYTES);
+        let steps = plan.steps();
+        let (first, rest) = steps.split_at(plan.page_sizes().len());
+        for (part, steps) in [(Part::First, first), (Part::Rest, rest)] {
+            assert!(steps.iter().all(|(_, of)| *of == part));
+            assert!(steps.iter().map(|(page_bytes, _)| page_bytes).eq(plan.page_sizes()));
+        }
+        // Each shape is in one part.
+        let shapes = plan.shapes(64 * KIB, 4).0;
+        assert_eq!(shapes.iter().filter(|shape| Part::First.has(shape)).count(), 2);
+        assert!(shapes.iter().all(|shape| Part::First.has(shape) != Part::Rest.has(shape)));
+    }
+
+    #[test]
+    fn less_time_means_shorter_slices_and_more_time_more_shapes() {
+        let usual = plan(POOL_BYTES);
+        let with = |seconds| Plan { seconds: Some(seconds), ..usual.clone() };
+        assert_eq!((with(10).total(), with(10).slice()), (Duration::from_secs(10), usual.slice() / 5));
+        assert_eq!((with(500).total(), with(500).slice()), (Duration::from_secs(500), usual.slice()));
     }
 
     #[test]

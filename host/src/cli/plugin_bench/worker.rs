@@ -12,7 +12,7 @@ use kvdock_plugin_api::{Capabilities, ClearScope, LogLevel};
 use super::cold::drop_cached;
 use super::event::{Event, Kind, Row};
 use super::measure::{Bench, Keys};
-use super::plan::{KEPT_BYTES, Plan, Shape, UPKEEP_DEADLINE, page_size};
+use super::plan::{KEPT_BYTES, Part, Plan, Shape, UPKEEP_DEADLINE, page_size};
 use crate::plugin::library;
 
 /// Part of the files that may stay in the page cache where reads count as cold.
@@ -55,12 +55,12 @@ fn measure(plan: &Plan) -> Result<(), String> {
     let host = MockHost::new();
     let table = library.table().ok_or("its note names no ABI version 0.1, by which plugins are measured")?;
     let mut work = Work { plan, table, host, until: Instant::now() + plan.total(), kept: 0, shapes: 0 };
-    let result = plan.page_sizes().iter().try_for_each(|page_bytes| {
-        if Instant::now() >= work.until {
-            note(format!("time is up: pages of {} left out", page_size(*page_bytes)));
-            return Ok(());
-        }
-        work.page_size(*page_bytes)
+    let (end, steps) = (work.until, plan.steps());
+    let result = steps.iter().zip((1..=steps.len() as u32).rev()).try_for_each(|((page_bytes, part), to_come)| {
+        // Who was quick leaves more to those that come.
+        let now = Instant::now();
+        work.until = now + end.saturating_duration_since(now) / to_come;
+        work.page_size(*page_bytes, *part)
     });
     result.map_err(|error| with_log(error, &host))
 }
@@ -76,6 +76,7 @@ struct Work<'a> {
     plan: &'a Plan,
     table: &'static BackendTable,
     host: MockHost,
+    /// When the share of the step under way is over.
     until: Instant,
     /// Bytes that were stored and could not be removed.
     kept: u64,
@@ -102,20 +103,28 @@ impl Work<'_> {
         Ok(Attached { instance, pool, capabilities })
     }
 
-    fn page_size(&mut self, page_bytes: u64) -> Result<(), String> {
+    fn page_size(&mut self, page_bytes: u64, part: Part) -> Result<(), String> {
+        if part == Part::Rest && Instant::now() >= self.until {
+            self.left_out(&format!("the other batches of {}", page_size(page_bytes)));
+            return Ok(());
+        }
         let pages = (self.plan.pool_bytes / page_bytes).max(1);
         // Two pieces, K and V, as in most layouts.
         let spec = PoolSpec::bytes(0, "kv", pages, &[page_bytes / 2, page_bytes - page_bytes / 2]);
         let pool = MockPool::new(spec);
         let attached = self.attach(pool)?;
         let (shapes, too_big) = self.plan.shapes(page_bytes, attached.capabilities.concurrency);
+        let in_part = |shapes: Vec<Shape>| shapes.into_iter().filter(|shape| part.has(shape)).collect::<Vec<_>>();
+        let (shapes, too_big) = (in_part(shapes), in_part(too_big));
         let used = shapes.iter().map(Shape::pages).max().unwrap_or(1);
         // Noise: nothing to compress, and no page is equal to another.
         (0..used as u32).for_each(|page| attached.pool.fill(page, u64::from(page)));
         let mut copies = Vec::new();
         for shape in shapes {
-            if Instant::now() >= self.until {
-                note(format!("time is up: {} left out", describe(shape)));
+            // Something is said of each size, however slow the plugin is.
+            let owed = part == Part::First && copies.is_empty();
+            if !owed && Instant::now() >= self.until {
+                self.left_out(&describe(shape));
                 continue;
             }
             copies.push((shape, self.shape(&attached, shape)?));
@@ -123,7 +132,7 @@ impl Work<'_> {
         for shape in too_big {
             note(format!("{} left out: they need more memory than the pool may have", describe(shape)));
         }
-        self.cold(attached, &copies)?;
+        self.cold(attached, &copies, part)?;
         // What lies in our own folder goes with it; a store of the user's was emptied by `clear`.
         if let Some(scratch) = &self.plan.scratch {
             let emptied = std::fs::remove_dir_all(scratch).and_then(|()| std::fs::create_dir(scratch));
@@ -131,6 +140,11 @@ impl Work<'_> {
             self.kept = 0;
         }
         Ok(())
+    }
+
+    fn left_out(&self, what: &str) {
+        let seconds = self.plan.total().as_secs();
+        note(format!("time is up: {what} left out; --seconds gives more than the {seconds} of this run"));
     }
 
     /// Measures one shape. Answers pages a second of the copy.
@@ -188,20 +202,22 @@ impl Work<'_> {
     }
 
     /// Reads with a new instance after the store's files were taken out of the page cache.
-    fn cold(&mut self, attached: Attached, copies: &[(Shape, f64)]) -> Result<(), String> {
+    fn cold(&mut self, attached: Attached, copies: &[(Shape, f64)], part: Part) -> Result<(), String> {
         let close = |attached: Attached| {
             doing("close");
             attached.instance.close().map_err(|error| format!("close: {error}"))
         };
-        let Some((scratch, largest)) =
-            self.plan.scratch.as_ref().zip(copies.iter().map(|(shape, _)| shape.batch).filter(|b| *b <= 32).max())
-        else {
+        let (Some(scratch), Some((first, _)), Part::First) = (&self.plan.scratch, copies.first(), part) else {
             return close(attached);
         };
-        if !attached.capabilities.durable || Instant::now() >= self.until {
+        if !attached.capabilities.durable {
             return close(attached);
         }
-        let one = Shape { batch: largest, threads: 1, ..copies[0].0 };
+        let one = Shape { threads: 1, ..*first };
+        if Instant::now() >= self.until {
+            self.left_out(&format!("cold reads of {}", page_size(one.page_bytes)));
+            return close(attached);
+        }
         let keys = self.next_keys();
         doing(format!("batch_set ({}) for cold reads", describe(one)));
         let bench = Bench { instance: &attached.instance, pool: &attached.pool, slice: self.plan.slice() * 4 };
@@ -224,7 +240,7 @@ impl Work<'_> {
         } else {
             let bench = Bench { instance: &again.instance, pool: &again.pool, slice: self.plan.slice() };
             let mut first = 0;
-            for (shape, copy) in copies.iter().filter(|(shape, _)| shape.batch == largest) {
+            for (shape, copy) in copies {
                 // Each key once: what one shape has read is in memory for the next.
                 let last = if shape.threads == 1 { batches / 2 } else { batches };
                 doing(format!("batch_get ({}), cold", describe(*shape)));

@@ -20,15 +20,6 @@ const FILES: [(&str, &str); 6] = [
     ("src/tests.rs", include_str!("template/tests.rs")),
 ];
 
-/// Where a new plugin finds the API crate.
-#[derive(Debug, PartialEq, Eq)]
-enum Api {
-    /// The folder of its source.
-    Path(PathBuf),
-    /// The registry.
-    Registry,
-}
-
 struct Plugin {
     name: String,
     api: String,
@@ -59,8 +50,11 @@ pub(super) fn new(dir: &Path, name: Option<&str>, api: Option<&Path>) -> Result<
     };
     check_name(&name)?;
     let api = match api {
-        Some(folder) => Api::Path(given_api(folder)?),
-        None => found_api(),
+        Some(folder) => given_api(folder)?,
+        None => {
+            let program = std::env::current_exe().and_then(|path| path.canonicalize());
+            found_api(&program.map_err(|error| Failure(format!("the path of this program is not known: {error}")))?)?
+        }
     };
     let plugin = Plugin { name, api: dependency(&api)? };
     check_empty(dir)?;
@@ -151,38 +145,32 @@ fn given_api(folder: &Path) -> Result<PathBuf, Failure> {
     folder.canonicalize().map_err(|error| Failure(format!("--api: {}: {error}", folder.display())))
 }
 
-/// The API crate of the tree that this program was built in: it lies above the program, or where it lay at build time.
-fn found_api() -> Api {
-    let program = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
-    let above = program.iter().flat_map(|path| path.ancestors().skip(1)).map(|folder| folder.join("plugin-api"));
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../plugin-api");
+/// The API crate that came with this program: it lies beside the program, or beside a folder above it.
+fn found_api(program: &Path) -> Result<PathBuf, Failure> {
+    let names = ["plugin-api", "api", API_CRATE].map(str::to_owned);
+    let names = [&names[..], &[format!("{API_CRATE}-{API_VERSION}")]].concat();
     let ours = |folder: &PathBuf| api_version(folder).is_ok_and(|version| version == API_VERSION);
-    match above.chain([built]).find(ours).and_then(|folder| folder.canonicalize().ok()) {
-        Some(folder) => Api::Path(folder),
-        None => Api::Registry,
+    let mut beside = program.ancestors().skip(1).flat_map(|above| names.iter().map(move |name| above.join(name)));
+    match beside.find(ours) {
+        Some(folder) => folder.canonicalize().map_err(|error| Failure(format!("{}: {error}", folder.display()))),
+        None => Err(Failure(format!(
+            "no folder with {API_CRATE} {API_VERSION} beside {} or above it (looked for {}); name it with --api PATH",
+            program.display(),
+            names.join(", ")
+        ))),
     }
 }
 
 /// The dependency as it stands in a manifest, without its braces.
-fn dependency(api: &Api) -> Result<String, Failure> {
-    let version = format!("version = {}", toml::Value::from(API_VERSION));
-    match api {
-        Api::Registry => Ok(version),
-        Api::Path(folder) => match folder.to_str() {
-            Some(path) => Ok(format!("path = {}", toml::Value::from(path))),
-            None => Err(Failure(format!("{}: a manifest takes paths in UTF-8 only", folder.display()))),
-        },
+fn dependency(api: &Path) -> Result<String, Failure> {
+    match api.to_str() {
+        Some(path) => Ok(format!("path = {}", toml::Value::from(path))),
+        None => Err(Failure(format!("{}: a manifest takes paths in UTF-8 only", api.display()))),
     }
 }
 
-fn report(dir: &Path, plugin: &Plugin, api: &Api) -> String {
-    let from = match api {
-        Api::Path(folder) => format!("{API_CRATE} comes from {}", folder.display()),
-        Api::Registry => format!(
-            "{API_CRATE} {API_VERSION} comes from the registry. If it is not published there, name the folder plugin-api \
-             of kvdock's source with --api"
-        ),
-    };
+fn report(dir: &Path, plugin: &Plugin, api: &Path) -> String {
+    let from = format!("{API_CRATE} comes from {}", api.display());
     let (name, library, dir) = (&plugin.name, plugin.library(), dir.display());
     format!(
         "wrote the storage plugin {name} to {dir}; {from}\n\n\
