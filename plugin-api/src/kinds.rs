@@ -168,7 +168,7 @@ wire_enum! {
         ClearNamespace = 8 => "clear_namespace",
         /// `clear` works for everything.
         ClearEverything = 16 => "clear_everything",
-        /// What is stored outlives the process.
+        /// What is stored is there for the next process once `flush` or `close` has returned. A power cut is not meant.
         Durable = 32 => "durable",
         /// What is stored can be read by other hosts.
         Shared = 64 => "shared",

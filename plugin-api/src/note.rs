@@ -29,7 +29,7 @@ pub struct Capabilities {
     pub clear_namespace: bool,
     /// `clear` works for everything.
     pub clear_everything: bool,
-    /// What is stored outlives the process.
+    /// What is stored is there for the next process once `flush` or `close` has returned. A power cut is not meant.
     pub durable: bool,
     /// What is stored can be read by other hosts.
     pub shared: bool,

@@ -95,6 +95,10 @@ fn open_database(open: &Open<'_>, config: &Config) -> Result<Arc<Database>> {
                 databases.insert(path, Arc::downgrade(&database));
                 return Ok(database);
             }
+            // A file of somebody else: redb has looked for its mark, also in a short file, and has written nothing.
+            Err(redb::DatabaseError::Storage(redb::StorageError::Io(error))) if error.kind() == IoKind::InvalidData => {
+                return Err(wrong(error));
+            }
             // The last instance may be closing it at this moment.
             Err(redb::DatabaseError::DatabaseAlreadyOpen) if Instant::now() < patience => {}
             Err(error) => return Err(fault(error)),
@@ -229,10 +233,6 @@ impl Backend for Store {
         let message = format!("{}: {} pages of this model", config.path.display(), usage.pages);
         store.host.log(LogLevel::Info, "open", &message);
         Ok(store)
-    }
-
-    fn capabilities(&self, declared: Capabilities) -> Capabilities {
-        Capabilities { durable: self.sync, ..declared }
     }
 
     fn batch_exists(&self, exists: &mut Exists<'_>) -> Result<()> {
@@ -412,7 +412,7 @@ export_plugin! {
             },
             "sync": {
                 "type": "boolean", "default": true,
-                "description": "Wait for the disk at each call; without it, a crash loses what is not flushed"
+                "description": "Wait for the disk at each call; without it, a killed process loses what is not flushed"
             }
         },
         "required": ["path"],
@@ -489,6 +489,19 @@ mod tests {
         assert_eq!(removed.statuses, [[PageStatus::Ok, PageStatus::Missing]]);
         assert!(store.set(&Options::default(), &[Part::new(&pool, &[key(2)], &[1])]).all_ok());
         Ok(())
+    }
+
+    #[test]
+    fn a_file_of_somebody_else_is_refused_and_stays() {
+        let (folder, pool) = (tempfile::tempdir().unwrap(), pool());
+        let path = folder.path().join("pages.redb");
+        for text in ["x", &"a letter\n".repeat(9000)] {
+            std::fs::write(&path, text).unwrap();
+            let error = attach(folder.path(), "", "a model", &pool).err().unwrap();
+            assert_eq!(error.kind, ErrorKind::InvalidConfig);
+            assert!(error.message.contains(".path: ") && error.message.contains("redb"), "{}", error.message);
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(super) const RULES: &[Rule] = &[
     Rule::new(
         "life.other_process",
         "6",
-        "what a durable backend has stored is there in another process",
+        "what a durable backend has stored, flushed and closed is there in another process",
         &[store_for_later, find_from_before],
     )
     .needs(&[Capability::Durable]),

@@ -255,9 +255,9 @@ abi_struct! {
         pub bytes_total: u64,
         /// Calls that failed since `open`.
         pub failures: u64,
-        /// Mean time of a `batch_get` since `open`, in nanoseconds.
+        /// Mean time of a `batch_get` since `open`, in nanoseconds; 0 when it is not known.
         pub get_mean_ns: u64,
-        /// Mean time of a `batch_set` since `open`, in nanoseconds.
+        /// Mean time of a `batch_set` since `open`, in nanoseconds; 0 when it is not known.
         pub set_mean_ns: u64,
     }
 }
