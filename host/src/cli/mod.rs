@@ -6,6 +6,7 @@
 mod check;
 mod config;
 mod doctor;
+mod interrupt;
 mod machine;
 mod plugin;
 mod plugin_bench;
@@ -57,7 +58,8 @@ enum PluginCommand {
         #[command(flatten)]
         settings: Settings,
     },
-    /// Check a plugin against every rule of the contract. Exits with 0 when all are kept, 1 when one is broken, 2 when it could not be run.
+    /// Check a plugin against every rule of the contract. Exits with 0 when all are kept, 1 when one is broken, 2 when none is
+    /// broken but the check, or a rule of it, could not be run.
     Check(check::CheckArgs),
     /// One step of one rule, in a process of its own.
     #[command(hide = true)]

@@ -30,6 +30,8 @@ pub enum Verdict {
     Failed(Vec<Finding>),
     /// The rule says nothing about this plugin, and why.
     Skipped(String),
+    /// The rule could not be run, and why: nothing is known about it. The plugin has no part in it.
+    NotRun(String),
 }
 
 impl Verdict {
@@ -110,6 +112,15 @@ impl Report {
         }
     }
 
+    /// The rules that could not be run, and why.
+    pub fn not_run(&self) -> Vec<(&'static str, &str)> {
+        let whys = self.entries.iter().filter_map(|entry| match &entry.verdict {
+            Verdict::NotRun(why) => Some((entry.rule.id, why.as_str())),
+            _ => None,
+        });
+        whys.collect()
+    }
+
     /// The rules that are broken.
     pub fn failed(&self) -> Vec<&'static str> {
         let failed = |entry: &&Entry| matches!(entry.verdict, Verdict::Failed(_));
@@ -122,17 +133,21 @@ impl Report {
             Verdict::Passed => (passed + 1, failed, skipped),
             Verdict::Failed(_) => (passed, failed + 1, skipped),
             Verdict::Skipped(_) => (passed, failed, skipped + 1),
+            Verdict::NotRun(_) => (passed, failed, skipped),
         })
     }
 
-    /// Ends the test when a rule is broken.
+    /// Ends the test when a rule is broken or could not be run.
     ///
     /// # Panics
-    /// With every broken rule, what was expected and what was seen.
+    /// With every broken rule, what was expected and what was seen, or why rules could not be run.
     #[allow(clippy::panic, reason = "it is for tests, and says so")]
     pub fn assert_passed(&self) {
         if !self.failed().is_empty() {
             panic!("the plugin breaks the contract\n{self}");
+        }
+        if !self.not_run().is_empty() {
+            panic!("rules could not be run\n{self}");
         }
     }
 }
@@ -143,6 +158,7 @@ impl fmt::Display for Entry {
         match &self.verdict {
             Verdict::Passed => write!(f, "ok      {id}"),
             Verdict::Skipped(why) => write!(f, "skipped {id}: {why}"),
+            Verdict::NotRun(why) => write!(f, "error   {id}: could not be run: {why}"),
             Verdict::Failed(findings) => {
                 write!(f, "FAILED  {id}: {} (ABI.md {})", self.rule.promise, self.rule.section)?;
                 findings.iter().try_for_each(|finding| write!(f, "\n{finding}"))
@@ -163,7 +179,11 @@ impl fmt::Display for Report {
         let (passed, failed, skipped) = self.counts();
         // Beside a broken rule those that stand on it are skipped too.
         let why = if failed == 0 { "do not apply here" } else { "do not apply here or were not run" };
-        write!(f, "{passed} rules kept, {failed} broken, {skipped} {why}")
+        write!(f, "{passed} rules kept, {failed} broken, {skipped} {why}")?;
+        match self.not_run().len() {
+            0 => Ok(()),
+            count => write!(f, ", {count} could not be run"),
+        }
     }
 }
 
@@ -185,5 +205,21 @@ mod tests {
         // Also when that rule was not asked for.
         let report = Report::gather(vec![entry(first, Verdict::Failed(vec![finding]))]);
         assert_eq!(report.failed(), [second.id]);
+    }
+
+    #[test]
+    fn a_rule_that_could_not_be_run_was_counted_as_one_that_says_nothing() {
+        let entry = |rule, verdict| Entry { rule, verdict, took: Duration::ZERO };
+        let verdicts = [Verdict::NotRun("no folder".to_owned()), Verdict::Passed];
+        let report = Report::gather(rules().zip(verdicts).map(|(rule, verdict)| entry(rule, verdict)).collect());
+        assert_eq!(report.counts(), (1, 0, 0));
+        assert_eq!(report.not_run(), [(rules().next().unwrap().id, "no folder")]);
+        let text = report.to_string();
+        assert!(
+            text.starts_with("error   load.file: could not be run: no folder\n")
+                && text.ends_with(", 1 could not be run"),
+            "{text}"
+        );
+        std::panic::catch_unwind(|| report.assert_passed()).unwrap_err();
     }
 }

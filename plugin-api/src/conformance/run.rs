@@ -130,7 +130,7 @@ impl Suite {
     fn run_steps(&self, rule: &'static Rule) -> Verdict {
         let scratch = match tempfile::tempdir() {
             Ok(scratch) => scratch,
-            Err(error) => return Verdict::Skipped(format!("there is no scratch folder: {error}")),
+            Err(error) => return Verdict::NotRun(format!("there is no scratch folder: {error}")),
         };
         for step in 0..rule.steps.len() {
             match run_step(&self.subject, rule, step, scratch.path(), self.limits) {
@@ -150,16 +150,22 @@ pub fn run_in_order(asked: &[&'static Rule], mut run: impl FnMut(&[&'static Rule
         let broken = |id: &&&str| entries.iter().any(|entry| entry.rule.id == **id && entry.verdict != Verdict::Passed);
         rule.stands_on().iter().find(broken).copied()
     };
-    let not_run = |rule: &'static Rule, below: &str| Entry {
-        rule,
-        verdict: Verdict::Skipped(format!("not run: {below} is not kept")),
-        took: Duration::ZERO,
+    let not_run = |rule: &'static Rule, below: &str, entries: &[Entry]| {
+        let unknown = |entry: &Entry| entry.rule.id == below && matches!(entry.verdict, Verdict::NotRun(_));
+        let verdict = match entries.iter().any(unknown) {
+            true => Verdict::NotRun(format!("it stands on {below}, which could not be run")),
+            false => Verdict::Skipped(format!("not run: {below} is not kept")),
+        };
+        Entry { rule, verdict, took: Duration::ZERO }
     };
     let first: Vec<&'static Rule> =
         rules().filter(|rule| asked.iter().any(|asked| asked.stands_on().contains(&rule.id))).collect();
     for rule in &first {
         match broken_below(rule, &entries) {
-            Some(below) => entries.push(not_run(rule, below)),
+            Some(below) => {
+                let entry = not_run(rule, below, &entries);
+                entries.push(entry);
+            }
             None => entries.extend(run(&[rule])),
         }
     }
@@ -167,13 +173,16 @@ pub fn run_in_order(asked: &[&'static Rule], mut run: impl FnMut(&[&'static Rule
     let mut free: Vec<&'static Rule> = Vec::new();
     for rule in others {
         match broken_below(rule, &entries) {
-            Some(below) => entries.push(not_run(rule, below)),
+            Some(below) => {
+                let entry = not_run(rule, below, &entries);
+                entries.push(entry);
+            }
             None => free.push(rule),
         }
     }
     entries.extend(run(&free));
     let is_asked = |entry: &Entry| asked.iter().any(|rule| rule.id == entry.rule.id);
-    entries.retain(|entry| is_asked(entry) || matches!(entry.verdict, Verdict::Failed(_)));
+    entries.retain(|entry| is_asked(entry) || matches!(entry.verdict, Verdict::Failed(_) | Verdict::NotRun(_)));
     Report::gather(entries)
 }
 
@@ -197,7 +206,7 @@ pub fn run_step(subject: &Subject, rule: &'static Rule, step: usize, scratch: &P
     };
     let thread = match std::thread::Builder::new().name("conformance".to_owned()).spawn(body) {
         Ok(thread) => thread,
-        Err(error) => return Verdict::Skipped(format!("there is no thread for it: {error}")),
+        Err(error) => return Verdict::NotRun(format!("there is no thread for it: {error}")),
     };
     let began = Instant::now();
     loop {

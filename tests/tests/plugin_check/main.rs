@@ -1,6 +1,8 @@
 //! `kvdock plugin check`: the shipped plugins pass, and whatever a plugin does is a line of the report.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod could_not;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -177,13 +179,14 @@ fn a_file_that_no_host_loads_breaks_its_rule_in_words() {
 #[test]
 fn what_could_not_be_run_exits_with_2_and_says_why() {
     let plugin = paths::file_plugin();
-    let cases: [(&Path, &[&str], &str); 7] = [
+    let cases: [(&Path, &[&str], &str); 8] = [
         (Path::new("/nowhere/plugin.so"), &[], "/nowhere/plugin.so"),
         (Path::new("no-such-name"), &[], "no plugin named \"no-such-name\""),
         (&plugin, &["--config", "{"], "--config is no JSON"),
         (&plugin, &["--config", "[]"], "expected a JSON object"),
         (&plugin, &["--config", r#"{"dirs":"x"}"#], "dirs"),
         (&plugin, &["--rule", "date."], "no rule is named \"date.\""),
+        (&plugin, &["--rule", ""], "--rule: expected the name of a rule"),
         (&plugin, &["--rule", "load.entry", "--junit", "/nowhere/report.xml"], "/nowhere/report.xml"),
     ];
     for (plugin, more, said) in cases {

@@ -1,8 +1,12 @@
 //! The process in which one step of one rule runs.
 
+use std::fs::File;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use clap::Args;
 use kvdock_plugin_api::conformance::{Declared, Finding, Subject, Verdict, rule, run_step};
@@ -41,24 +45,38 @@ pub(in crate::cli) fn step(args: &StepArgs) -> Result<ExitCode, Failure> {
     // A check that is ended takes its rules along.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let answer = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map_err(Failure::new)?;
+    let answer = File::from(answer);
     rustix::stdio::dup2_stdout(rustix::stdio::stderr()).map_err(Failure::new)?;
-    let verdict = verdict(args)?;
-    let mut line = serde_json::to_string(&verdict).map_err(Failure::new)?;
-    line.push('\n');
-    std::fs::File::from(answer).write_all(line.as_bytes()).map_err(Failure::new)?;
+    let verdict = verdict(args, &answer).unwrap_or_else(|Failure(why)| Verdict::NotRun(why));
+    tell(&answer, &verdict)?;
     if verdict == Verdict::Passed {
         return Ok(ExitCode::SUCCESS);
     }
-    // Threads of a broken plugin may be anywhere: nothing of it is to run any more.
+    end()
+}
+
+fn tell(mut answer: &File, verdict: &Verdict) -> Result<(), Failure> {
+    let mut line = serde_json::to_string(verdict).map_err(Failure::new)?;
+    line.push('\n');
+    answer.write_all(line.as_bytes()).map_err(Failure::new)
+}
+
+/// Threads of a broken plugin may be anywhere: nothing of it is to run any more.
+fn end() -> ! {
     // SAFETY: ends the process at once, and returns never.
     unsafe { libc::_exit(0) }
 }
 
-fn verdict(args: &StepArgs) -> Result<Verdict, Failure> {
+fn verdict(args: &StepArgs, answer: &File) -> Result<Verdict, Failure> {
     let rule = rule(&args.rule).ok_or_else(|| Failure(format!("no rule {}", args.rule)))?;
     let config = serde_json::from_str(&args.config).map_err(Failure::new)?;
     let info = inspect(&args.plugin).map_err(Failure::new)?;
-    let entry = match map(&info) {
+    let limits = limits(args.patience);
+    let mapped = {
+        let _guard = Guard::new(answer, limits.hang)?;
+        map(&info)
+    };
+    let entry = match mapped {
         Ok(entry) => entry,
         Err(seen) => {
             let expected = format!("a library that can be mapped and has {ENTRY_SYMBOL}");
@@ -66,7 +84,37 @@ fn verdict(args: &StepArgs) -> Result<Verdict, Failure> {
         }
     };
     let subject = Subject { entry, declared: declared(&info), config };
-    Ok(run_step(&subject, rule, args.step, &args.scratch, limits(args.patience)))
+    Ok(run_step(&subject, rule, args.step, &args.scratch, limits))
+}
+
+/// Ends the process with a finding when the mapping takes longer than a limit: a constructor can't be left in any other way. It is mapped
+/// on the thread that everything else runs on, and this watches from another one, which is gone before a rule runs.
+struct Guard(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl Guard {
+    fn new(answer: &File, limit: Duration) -> Result<Guard, Failure> {
+        let answer = answer.try_clone().map_err(Failure::new)?;
+        let (mapped, watched) = channel::<()>();
+        let watch = move || {
+            if watched.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                let expected = "the library's constructors return".to_owned();
+                let seen = format!("they have not returned after {} s", limit.as_secs());
+                let _ = tell(&answer, &Verdict::Failed(vec![Finding { rule: Some(MAPS.to_owned()), expected, seen }]));
+                end();
+            }
+        };
+        let thread = std::thread::Builder::new().spawn(watch).map_err(Failure::new)?;
+        Ok(Guard(Some((mapped, thread))))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some((mapped, thread)) = self.0.take() {
+            drop(mapped);
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Maps the library. This process has no other plugin, so that no copy of the file is needed.

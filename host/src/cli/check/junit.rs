@@ -24,7 +24,7 @@ fn suite(xml: &mut Xml, plugin: &str, report: &Report, took: Duration) -> io::Re
     let counts = [
         ("tests", report.entries.len().to_string()),
         ("failures", failed.to_string()),
-        ("errors", "0".to_owned()),
+        ("errors", report.not_run().len().to_string()),
         ("skipped", skipped.to_string()),
         ("time", seconds(took)),
     ];
@@ -51,6 +51,12 @@ fn case(xml: &mut Xml, entry: &Entry) -> io::Result<()> {
         Verdict::Passed => case.write_empty()?,
         Verdict::Skipped(why) => case.write_inner_content(|xml| {
             xml.create_element("skipped").with_attribute(("message", clean(why).as_str())).write_empty()?;
+            Ok(())
+        })?,
+        Verdict::NotRun(why) => case.write_inner_content(|xml| {
+            xml.create_element("error")
+                .with_attributes([("message", clean(why).as_str()), ("type", "not run")])
+                .write_empty()?;
             Ok(())
         })?,
         Verdict::Failed(findings) => case.write_inner_content(|xml| {
@@ -93,13 +99,14 @@ mod tests {
         let verdicts = [
             Verdict::Passed,
             Verdict::Skipped("\"a\" & <b>".to_owned()),
+            Verdict::NotRun("no \"folder\"".to_owned()),
             Verdict::Failed(vec![Finding { rule: None, expected: "]]>".into(), seen: "\u{0}\u{1b}[31m é".into() }]),
         ];
         let entries =
             rules().zip(verdicts).map(|(rule, verdict)| Entry { rule, verdict, took: Duration::from_millis(1500) });
         let text = write("a&b", &Report { entries: entries.collect() }, Duration::from_secs(2));
         let mut reader = Reader::from_str(&text);
-        let (mut cases, mut failures, mut skipped) = (0, 0, 0);
+        let (mut cases, mut failures, mut skipped, mut errors) = (0, 0, 0, 0);
         loop {
             match reader.read_event().unwrap() {
                 Event::Start(tag) | Event::Empty(tag) => {
@@ -108,6 +115,7 @@ mod tests {
                         "testcase" => cases += 1,
                         "failure" => failures += 1,
                         "skipped" => skipped += 1,
+                        "error" => errors += 1,
                         _ => {}
                     }
                 }
@@ -115,9 +123,12 @@ mod tests {
                 _ => {}
             }
         }
-        assert_eq!((cases, failures, skipped), (3, 1, 1));
+        assert_eq!((cases, failures, skipped, errors), (4, 1, 1, 1));
         assert!(
-            text.contains(r#"time="1.500""#) && text.contains(r#"tests="3""#) && !text.contains('\u{1b}'),
+            text.contains(r#"time="1.500""#)
+                && text.contains(r#"tests="4""#)
+                && text.contains(r#"errors="1""#)
+                && !text.contains('\u{1b}'),
             "{text}"
         );
     }

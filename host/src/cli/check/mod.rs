@@ -1,12 +1,14 @@
 //! `kvdock plugin check`: the conformance suite against a file, each rule in a process of its own.
 //!
-//! A crash, an `exit` or a hang is a finding of the rule that ran, and not the end. Exit codes: 0 every rule is kept, 1 one is broken, 2 the
-//! check could not be run.
+//! A crash, an `exit` or a hang is a finding of the rule that ran, and not the end. Exit codes: 0 every rule is kept, 1 one is broken, 2
+//! none is broken, but the check or a rule of it could not be run.
 
 mod child;
 mod junit;
 mod process;
 
+use std::fs::File;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,6 +22,7 @@ use serde_json::Value;
 
 pub(super) use child::{StepArgs, step};
 
+use super::interrupt::Interrupts;
 use super::{Failure, print, say};
 use crate::config::Sources;
 use crate::plugin::{PluginInfo, Reason, find, inspect, schema, search_path};
@@ -75,6 +78,12 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let Some(plugin) = args.plugin.as_deref() else {
         return Err(Failure("expected the path of a plugin".to_owned()));
     };
+    // Made first: whether it can be is not to be learned when all rules have run. No report of an earlier check stays there.
+    let junit = args
+        .junit
+        .as_deref()
+        .map(|file| File::create(file).map(|made| (file, made)).map_err(|error| of_junit(file, &error)));
+    let junit = junit.transpose()?;
     let path = locate(plugin, &args.set)?;
     let began = Instant::now();
     let (name, report) = match inspect(&path) {
@@ -82,6 +91,7 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             let config = config(&info, args.config.as_deref())?;
             let (name, plugin) = (info.note.name.clone(), Plugin::new(info, config, args.patience)?);
             let (bar, hangs) = (progress(asked.len()), AtomicUsize::new(0));
+            let _interrupts = Interrupts::listen(process::interrupt)?;
             let report = run_in_order(&asked, |rules| run_rules(&plugin, rules, &hangs, &bar));
             bar.finish_and_clear();
             (name, report)
@@ -91,12 +101,35 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         }
         Err(refusal) => (path.display().to_string(), Report::gather(refused(&asked, &refusal.reason.to_string()))),
     };
-    print(&format!("{report}\n"))?;
-    if let Some(file) = &args.junit {
+    if let Some((file, mut made)) = junit {
         let text = junit::write(&name, &report, began.elapsed());
-        std::fs::write(file, text).map_err(|error| Failure(format!("{}: {error}", file.display())))?;
+        made.write_all(text.as_bytes()).map_err(|error| of_junit(file, &error))?;
     }
-    Ok(if report.failed().is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    if process::is_interrupted() {
+        return Err(Failure("interrupted".to_owned()));
+    }
+    print(&format!("{report}\n"))?;
+    outcome(&report)
+}
+
+fn of_junit(file: &Path, error: &std::io::Error) -> Failure {
+    Failure(format!("--junit: {}: {error}", file.display()))
+}
+
+/// The exit code. A rule that is broken is the plugin's fault whatever else went wrong; without one, rules that could not be run leave it open.
+fn outcome(report: &Report) -> Result<ExitCode, Failure> {
+    let not_run = report.not_run();
+    let why = not_run.first().map(|(rule, why)| {
+        format!("{} of {} rules could not be run, the first of them {rule}: {why}", not_run.len(), report.entries.len())
+    });
+    match (report.failed().is_empty(), why) {
+        (true, None) => Ok(ExitCode::SUCCESS),
+        (true, Some(why)) => Err(Failure(why)),
+        (false, why) => {
+            why.into_iter().for_each(|why| say(&format!("error: {why}")));
+            Ok(ExitCode::FAILURE)
+        }
+    }
 }
 
 fn list() -> Result<ExitCode, Failure> {
@@ -108,6 +141,11 @@ fn list() -> Result<ExitCode, Failure> {
 
 /// The rules that are asked for.
 fn chosen(ids: &[String]) -> Result<Vec<&'static Rule>, Failure> {
+    if ids.iter().any(String::is_empty) {
+        return Err(Failure(
+            "--rule: expected the name of a rule or its beginning, found nothing; --list shows them".to_owned(),
+        ));
+    }
     if let Some(unknown) = ids.iter().find(|id| !rules().any(|rule| rule.id.starts_with(id.as_str()))) {
         return Err(Failure(format!("no rule is named {unknown:?} or begins so; --list shows them")));
     }
@@ -217,5 +255,24 @@ mod tests {
         assert!(loads.len() > 2 && loads.iter().all(|rule| rule.id.starts_with("load.")));
         assert_eq!(chosen(&["data.one_page".to_owned()]).unwrap().len(), 1);
         assert!(chosen(&["date.".to_owned()]).unwrap_err().0.contains("date."));
+    }
+
+    #[test]
+    fn an_empty_rule_chose_all_of_them() {
+        assert!(chosen(&[String::new()]).unwrap_err().0.starts_with("--rule: expected the name of a rule"));
+        assert!(chosen(&["data.one_page".to_owned(), String::new()]).is_err());
+    }
+
+    #[test]
+    fn rules_that_could_not_be_run_are_no_success() {
+        let report = |verdicts: Vec<Verdict>| Report {
+            entries: rules().zip(verdicts).map(|(rule, verdict)| entry(rule, verdict)).collect(),
+        };
+        let not_run = || Verdict::NotRun("no folder".to_owned());
+        let broken = || Verdict::Failed(vec![Finding { rule: None, expected: "a".into(), seen: "b".into() }]);
+        assert_eq!(outcome(&report(vec![Verdict::Passed])).ok(), Some(ExitCode::SUCCESS));
+        let why = outcome(&report(vec![Verdict::Passed, not_run()])).unwrap_err().0;
+        assert!(why.starts_with("1 of 2 rules could not be run") && why.ends_with("load.maps: no folder"), "{why}");
+        assert_eq!(outcome(&report(vec![broken(), not_run()])).ok(), Some(ExitCode::FAILURE));
     }
 }

@@ -1,9 +1,10 @@
 //! Runs rules in processes of their own, and says how those ended.
 
-use std::io::Read;
+use std::io::{Error, ErrorKind, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 
 use super::super::Failure;
-use super::limits;
+use super::{MAPS, limits};
 use crate::plugin::PluginInfo;
 
 /// The rule about the end of a process.
@@ -23,6 +24,18 @@ const HANG: &str = "calls.hang";
 const GRACE: Duration = Duration::from_secs(20);
 /// Bytes of a process's words that are kept.
 const LAST_WORDS: usize = 600;
+
+/// Set when the user asks the check to end.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Ends the rules that run, and lets no other begin.
+pub(super) fn interrupt() {
+    INTERRUPTED.store(true, Ordering::Relaxed);
+}
+
+pub(super) fn is_interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
 
 /// The plugin that is checked.
 #[derive(Debug)]
@@ -42,13 +55,16 @@ impl Plugin {
     /// Runs a rule, step after step.
     pub(super) fn run(&self, rule: &'static Rule) -> Entry {
         let began = Instant::now();
-        let verdict =
-            self.steps(rule).unwrap_or_else(|problem| Verdict::Skipped(format!("could not be run: {problem}")));
+        let verdict = self.steps(rule).unwrap_or_else(|problem| Verdict::NotRun(problem.to_string()));
         Entry { rule, verdict, took: began.elapsed() }
     }
 
     fn steps(&self, rule: &Rule) -> std::io::Result<Verdict> {
-        let scratch = tempfile::Builder::new().prefix("kvdock-check-").tempdir()?;
+        not_interrupted()?;
+        let scratch = tempfile::Builder::new()
+            .prefix("kvdock-check-")
+            .tempdir()
+            .map_err(|error| Error::new(error.kind(), format!("no scratch folder can be made: {error}")))?;
         for step in 0..rule.steps() {
             match self.step(rule, step, scratch.path())? {
                 Verdict::Passed => {}
@@ -72,9 +88,13 @@ impl Plugin {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0)
-            .spawn()?;
+            .spawn()
+            .map_err(|error| Error::new(error.kind(), format!("no process can be started for it: {error}")))?;
         let (answer, words) = (collect(child.stdout.take()), collect(child.stderr.take()));
-        let status = wait(&mut child, limits(self.patience).step + GRACE)?;
+        let limits = limits(self.patience);
+        // Nothing but the mapping happens there.
+        let limit = if rule.id == MAPS { limits.hang } else { limits.step };
+        let status = wait(&mut child, limit + GRACE)?;
         let answer = answer.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let words = words.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let verdict = serde_json::from_str::<Verdict>(&answer).ok();
@@ -103,7 +123,7 @@ fn wait(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus
         if let Some(status) = child.try_wait()? {
             break Some(status);
         }
-        if began.elapsed() > limit {
+        if began.elapsed() > limit || is_interrupted() {
             break None;
         }
         std::thread::sleep(pause);
@@ -116,7 +136,12 @@ fn wait(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus
     if status.is_none() {
         child.wait()?;
     }
+    not_interrupted()?;
     Ok(status)
+}
+
+fn not_interrupted() -> std::io::Result<()> {
+    if is_interrupted() { Err(Error::new(ErrorKind::Interrupted, "the check was interrupted")) } else { Ok(()) }
 }
 
 /// What became of a rule, from what its process said and how it ended.
@@ -140,6 +165,9 @@ fn judge(rule: &Rule, step: usize, verdict: Option<Verdict>, status: Option<Exit
         (None, Some(status)) if rule.killed && step == 0 && status.signal() == Some(libc::SIGKILL) => Verdict::Passed,
         (None, Some(status)) => {
             finding(None, "the plugin leaves the process running", format!("the process {}", ended(status)))
+        }
+        (None, None) if rule.id == MAPS => {
+            finding(None, "the library's constructors return", "they did not, and the process was ended".to_owned())
         }
         (None, None) => finding(Some(HANG), "the rule ends", "it did not, and its process was ended".to_owned()),
     }
@@ -202,6 +230,8 @@ mod tests {
         let left = finding(judge(rule, 0, None, status(3 << 8), ""));
         assert_eq!(left.seen, "the process ended with exit code 3");
         assert_eq!(finding(judge(rule, 0, None, None, "")).rule.as_deref(), Some(HANG));
+        let maps = rules().find(|rule| rule.id == MAPS).unwrap();
+        assert_eq!(finding(judge(maps, 0, None, None, "")).rule, None, "a mapping that hangs is no call that hangs");
         let late = finding(judge(rule, 0, Some(Verdict::Passed), status(libc::SIGSEGV), ""));
         assert_eq!(late.rule.as_deref(), Some(EXIT));
         assert_eq!(judge(rule, 0, Some(Verdict::Passed), status(0), "words"), Verdict::Passed);

@@ -13,17 +13,19 @@ mod worker;
 use std::any::Any;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::process::ExitStatusExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use clap::Args;
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Map, Value, json};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use tempfile::TempDir;
 
 use super::check::locate;
+use super::interrupt::Interrupts;
 use super::machine::{cpus, memory, size};
 use super::{Failure, print, say};
 use crate::plugin::schema::validate;
@@ -34,6 +36,8 @@ pub(super) use worker::run as run_worker;
 
 /// Exit code when nothing could be measured.
 const COULD_NOT: u8 = 2;
+/// How often the worker is looked at while nothing comes from it.
+const TURN: Duration = Duration::from_secs(1);
 /// Stands for a fresh folder in a configuration.
 const SCRATCH: &str = "{scratch}";
 
@@ -102,7 +106,7 @@ fn measure(options: &Options) -> Result<ExitCode, Failure> {
     report.begin(&info, &plan, in_scratch.then_some(parent.as_path()))?;
     let mut worker = Worker::start(&plan)?;
     let result = worker.follow(&mut report);
-    worker.end();
+    drop(worker);
     result?;
     print(FOOTER)?;
     Ok(ExitCode::SUCCESS)
@@ -204,7 +208,9 @@ impl Report {
 struct Worker {
     child: Child,
     lines: mpsc::Receiver<Line>,
-    signals: signal_hook::iterator::Handle,
+    _interrupts: Interrupts,
+    /// Its temporary files: the private copy of the plugin stays there when it is ended while it maps it.
+    _temporary: TempDir,
 }
 
 /// What comes from the worker, or from the user.
@@ -219,20 +225,28 @@ impl Worker {
         let cannot = |what: &str, error: &dyn std::fmt::Display| Failure(format!("{what}: {error}"));
         let program =
             std::env::current_exe().map_err(|error| cannot("the path of this program is not known", &error))?;
+        let (sender, lines) = mpsc::channel();
+        let to_us = sender.clone();
+        let interrupts = Interrupts::listen(move || {
+            // Nobody waits for it any more when the command is at its end.
+            let _ = to_us.send(Line::Interrupt);
+        })?;
+        let temporary = tempfile::Builder::new()
+            .prefix("kvdock-bench-")
+            .tempdir()
+            .map_err(|error| cannot("no folder for temporary files can be made", &error))?;
         let mut child = Command::new(program)
             .args(["plugin", "bench-worker"])
+            .env("TMPDIR", temporary.path())
+            // A group of its own, so that all it has started ends with it.
+            .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("the process that calls the plugin can't be started", &error))?;
-        let (sender, lines) = mpsc::channel();
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|error| cannot("signals", &error))?;
-        let handle = signals.handle();
         // From here on the worker ends with `Worker`.
-        let worker = Worker { child, lines, signals: handle };
-        let to_us = sender.clone();
-        std::thread::spawn(move || signals.forever().try_for_each(|_| to_us.send(Line::Interrupt).ok()));
+        let worker = Worker { child, lines, _interrupts: interrupts, _temporary: temporary };
         if let Some(stdout) = stdout {
             std::thread::spawn(move || {
                 // What the plugin prints may be no UTF-8.
@@ -254,8 +268,13 @@ impl Worker {
     /// Prints results until the end.
     fn follow(&mut self, report: &mut Report) -> Result<(), Failure> {
         let mut doing = "starting".to_owned();
+        let (mut heard, mut gone) = (Instant::now(), false);
         loop {
-            match self.lines.recv_timeout(SILENCE) {
+            let received = self.lines.recv_timeout(TURN);
+            if received.is_ok() {
+                heard = Instant::now();
+            }
+            match received {
                 Ok(Line::Text(line)) => match serde_json::from_str(&line) {
                     Ok(Event::Doing { what }) => doing = what,
                     Ok(Event::Row(row)) => report.row(&row)?,
@@ -265,31 +284,40 @@ impl Worker {
                     Err(_) => say(&format!("the plugin printed: {line}")),
                 },
                 Ok(Line::Interrupt) => return Err(Failure("interrupted".to_owned())),
-                Ok(Line::End) | Err(RecvTimeoutError::Disconnected) => {
-                    let how = self.child.wait().map_or_else(|error| error.to_string(), ended);
-                    return Err(Failure(format!("the plugin ended its process ({how}) during {doing}")));
+                Err(RecvTimeoutError::Timeout) if !gone && heard.elapsed() < SILENCE => {
+                    // A process that the plugin has started may hold the pipe open, and then its end says nothing.
+                    gone = self.child.try_wait().is_ok_and(|status| status.is_some());
+                    if gone {
+                        self.end_group();
+                    }
                 }
-                Err(RecvTimeoutError::Timeout) => {
+                Err(RecvTimeoutError::Timeout) if !gone => {
                     return Err(Failure(format!(
                         "the plugin hangs in {doing}: nothing has come back for {} s, and the call's deadline has long passed",
                         SILENCE.as_secs()
                     )));
                 }
+                Ok(Line::End) | Err(_) => {
+                    let how = self.child.wait().map_or_else(|error| error.to_string(), ended);
+                    return Err(Failure(format!("the plugin ended its process ({how}) during {doing}")));
+                }
             }
         }
     }
 
-    fn end(&mut self) {
-        // It may hang, or have ended; both are fine here.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        self.signals.close();
+    fn end_group(&self) {
+        if let Some(group) = Pid::from_raw(self.child.id() as i32) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.end();
+        // It may hang, or have ended; both are fine here.
+        self.end_group();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

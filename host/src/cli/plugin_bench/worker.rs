@@ -8,6 +8,7 @@ use std::time::Instant;
 use kvdock_plugin_api::mock::{Instance, MockHost, MockPool, Options, PoolSpec, identity};
 use kvdock_plugin_api::v0_1::BackendTable;
 use kvdock_plugin_api::{Capabilities, ClearScope, LogLevel};
+use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::cold::drop_cached;
 use super::event::{Event, Kind, Row};
@@ -20,6 +21,8 @@ const COLD: f64 = 0.02;
 
 /// Reads the plan from standard input, carries it out, and tells what happens on standard output.
 pub(in crate::cli) fn run() -> ExitCode {
+    // It is in a group of its own, and so is not told when the terminal goes.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let mut text = String::new();
     let plan = std::io::stdin().read_to_string(&mut text).map_err(|error| error.to_string());
     let result = plan.and_then(|_| serde_json::from_str::<Plan>(&text).map_err(|error| error.to_string()));
