@@ -318,3 +318,16 @@ const void *kvdock_plugin_entry(unsigned version) {{
     let path = compile(folder.path(), "sided", &source, &flags);
     assert_eq!(load(&path, None).unwrap().info.note.name, "sided");
 }
+
+#[test]
+fn a_huge_file_is_refused_without_being_read() {
+    let folder = folder();
+    let path = write(folder.path(), "huge.so", b"");
+    let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    // Sparse: it takes no room on the disk, and would take all of the memory.
+    file.set_len(1 << 40).unwrap();
+    assert!(matches!(refusal(&path).reason, Reason::NotElf(_)));
+    fs::write(&path, b"\x7fELF").unwrap();
+    file.set_len(1 << 40).unwrap();
+    assert!(refusal(&path).to_string().contains("larger than any plugin"));
+}

@@ -78,6 +78,12 @@ enum PluginCommand {
     },
     /// Measure a plugin on this machine: throughput and latency of its calls, beside a copy in memory.
     Bench(plugin_bench::Options),
+    /// Map a plugin and end: what `serve` starts before it maps a new one itself.
+    #[command(hide = true)]
+    MapTrial {
+        /// The file.
+        file: PathBuf,
+    },
     /// What `bench` starts to call the plugin.
     #[command(hide = true)]
     BenchWorker,
@@ -130,6 +136,7 @@ pub fn main() -> ExitCode {
         Command::Plugin(PluginCommand::Check(args)) => check::check(&args),
         Command::Plugin(PluginCommand::CheckStep(args)) => check::step(&args),
         Command::Plugin(PluginCommand::Bench(options)) => plugin_bench::bench(&options),
+        Command::Plugin(PluginCommand::MapTrial { file }) => crate::plugin::trial::map_and_end(&file),
         Command::Plugin(PluginCommand::BenchWorker) => Ok(plugin_bench::run_worker()),
         Command::Plugin(PluginCommand::New { dir, name, api }) => {
             plugin_new::new(&dir, name.as_deref(), api.as_deref())

@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use super::start::{Running, start};
 use super::{Failure, Settings, machine, say};
 use crate::config::{Config, check_served};
+use crate::plugin::trial;
 use crate::server::{Keys, Server, bind, router, run};
 
 /// Serves until a signal asks to stop.
@@ -21,6 +22,8 @@ pub(super) fn serve(settings: Settings) -> Result<ExitCode, Failure> {
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");
     }
+    // By this name the child is the program that runs here, also after its file was replaced.
+    trial::set_program("/proc/self/exe".into(), vec!["plugin".into(), "map-trial".into()]);
     check_served(&config).map_err(|lines| Failure(lines.join("\n")))?;
     // Requests are parsed and tokenized on these threads' blocking helpers; computing has its own.
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -1,6 +1,7 @@
 //! Reads what a plugin says of itself, without running any of its code.
 
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -130,6 +131,25 @@ impl From<&NoteCapabilities> for Capabilities {
     }
 }
 
+/// Largest file that is taken for a library.
+const LARGEST: u64 = 1 << 30;
+
+/// The bytes of a file, or only the first few when they are not those of an ELF file.
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, Reason> {
+    let unreadable = |e: std::io::Error| Reason::Unreadable(e.to_string());
+    let mut file = std::fs::File::open(path).map_err(unreadable)?;
+    let mut bytes = Vec::new();
+    file.by_ref().take(256).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.starts_with(b"\x7fELF") {
+        let size = file.metadata().map_err(unreadable)?.len();
+        if size > LARGEST {
+            return Err(Reason::NotElf(format!("one of {size} bytes, larger than any plugin ({LARGEST} bytes)")));
+        }
+        file.read_to_end(&mut bytes).map_err(unreadable)?;
+    }
+    Ok(bytes)
+}
+
 /// Lower-case hex digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -150,7 +170,7 @@ pub fn inspect(path: &Path) -> Result<PluginInfo, Refusal> {
 /// As [`inspect`].
 pub fn inspect_with(host: AbiVersions, path: &Path) -> Result<PluginInfo, Refusal> {
     check_permissions(path)?;
-    let bytes = std::fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
+    let bytes = read(path).map_err(|reason| reason.of(path))?;
     inspect_bytes(host, path, &bytes)
 }
 

@@ -20,8 +20,9 @@ use object::{Endianness, elf};
 use sha2::{Digest, Sha256};
 
 use super::abi::{AbiVersion, AbiVersions, Face, TableHeader};
-use super::inspect::{PluginInfo, check_permissions, hex, inspect_bytes};
+use super::inspect::{PluginInfo, check_permissions, hex, inspect_bytes, read};
 use super::refusal::{Reason, Refusal};
+use super::trial;
 
 /// A library that is mapped for the life of the process.
 #[derive(Debug)]
@@ -84,23 +85,41 @@ pub fn load(path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
 /// As [`load`].
 pub fn load_with(host: AbiVersions, path: &Path, pin: Option<&str>) -> Result<Arc<Library>, Refusal> {
     check_permissions(path)?;
-    let bytes = fs::read(path).map_err(|e| Reason::Unreadable(e.to_string()).of(path))?;
+    let bytes = read(path).map_err(|reason| reason.of(path))?;
     let sha256: [u8; 32] = Sha256::digest(&bytes).into();
     if let Some(expected) = pin
         && !expected.eq_ignore_ascii_case(&hex(&sha256))
     {
         return Err(Reason::OtherDigest { expected: expected.to_owned(), found: hex(&sha256) }.of(path));
     }
-    // Held while loading, so that the same bytes are never mapped twice.
-    let mut libraries = libraries().lock().unwrap_or_else(PoisonError::into_inner);
-    let mapped = libraries.get(&sha256);
-    if let Some(library) = mapped.and_then(|hosts| hosts.get(&host.id())) {
-        return Ok(library.clone());
+    let known = |libraries: &HashMap<[u8; 32], BTreeMap<usize, Arc<Library>>>| {
+        let hosts = libraries.get(&sha256);
+        let entry = hosts.and_then(|hosts| hosts.values().next()).map(|library| library.entry);
+        (hosts.and_then(|hosts| hosts.get(&host.id())).cloned(), entry)
+    };
+    let (library, entry) = known(&libraries().lock().unwrap_or_else(PoisonError::into_inner));
+    if let Some(library) = library {
+        return Ok(library);
     }
     let info = inspect_bytes(host, path, &bytes)?;
-    let entry = match mapped.and_then(|hosts| hosts.values().next()) {
-        Some(library) => library.entry,
-        None => map(&info, &bytes)?,
+    // Other attaches do not wait for this one's trial.
+    let copy = match entry {
+        Some(_) => None,
+        None => Some(copy(&info, &bytes)?),
+    };
+    if let Some(copy) = &copy {
+        trial::map_elsewhere(&copy.file).map_err(|reason| reason.of(path))?;
+    }
+    // Held while loading, so that the same bytes are never mapped twice.
+    let mut libraries = libraries().lock().unwrap_or_else(PoisonError::into_inner);
+    let (library, entry) = known(&libraries);
+    if let Some(library) = library {
+        return Ok(library);
+    }
+    let entry = match (entry, &copy) {
+        (Some(entry), _) => entry,
+        (None, Some(copy)) => map(&info, &copy.file)?,
+        (None, None) => return Err(Reason::Loader("its mapping went away".into()).of(path)),
     };
     let face = face(host, &info, entry).map_err(|reason| reason.of(path))?;
     let library = Arc::new(Library { info, entry, face });
@@ -133,12 +152,17 @@ fn table_of(entry: EntryFn, number: u32, bytes: u64) -> Result<*const c_void, St
     Ok(table)
 }
 
-/// Maps a private copy of the file; what it answers is the entry, which stays valid for the life of the process.
-fn map(info: &PluginInfo, bytes: &[u8]) -> Result<EntryFn, Refusal> {
+/// A copy that nobody else may write. The folder goes with it; a mapping stays.
+struct PrivateCopy {
+    file: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+fn copy(info: &PluginInfo, bytes: &[u8]) -> Result<PrivateCopy, Refusal> {
     let path = info.path.clone();
     let refuse = |reason: Reason| reason.of(&path);
     let unwritable = |e: std::io::Error| refuse(Reason::Loader(format!("its private copy can't be made: {e}")));
-    // `tempfile` makes folders with mode 0700. The folder is removed after the mapping is made; the mapping stays.
+    // `tempfile` makes folders with mode 0700.
     let private = tempfile::Builder::new().prefix("kvdock-plugin-").tempdir().map_err(unwritable)?;
     // Deep enough for libraries that are named relative to the folder of the plugin (`$ORIGIN/..`).
     let folder = private.path().join("a/b/c/d");
@@ -157,9 +181,16 @@ fn map(info: &PluginInfo, bytes: &[u8]) -> Result<EntryFn, Refusal> {
     if <[u8; 32]>::from(Sha256::digest(&written)) != info.sha256 {
         return Err(refuse(Reason::Loader("its private copy changed while it was made".into())));
     }
+    Ok(PrivateCopy { file: copy, _folder: private })
+}
+
+/// Maps a private copy; what it answers is the entry, which stays valid for the life of the process.
+fn map(info: &PluginInfo, copy: &Path) -> Result<EntryFn, Refusal> {
+    let path = &info.path;
+    let refuse = |reason: Reason| reason.of(path);
     // SAFETY: loading runs the library's constructors. The file was checked to be a plugin by its note, may be written by nobody
     // but this user and root, and was named by the operator.
-    let library = unsafe { UnixLibrary::open(Some(&copy), RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE) }
+    let library = unsafe { UnixLibrary::open(Some(copy), RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE) }
         .map_err(|e| refuse(Reason::Loader(loader_message(&e))))?;
     // SAFETY: the note says that the library keeps the boundary, where this symbol has this type.
     let entry = unsafe { library.get::<EntryFn>(ENTRY_SYMBOL) }

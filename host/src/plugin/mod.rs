@@ -26,6 +26,7 @@ mod pool_desc;
 pub mod refusal;
 pub mod schema;
 pub mod state;
+pub mod trial;
 mod workers;
 
 pub use abi::AbiVersions;

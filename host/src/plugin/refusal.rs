@@ -81,6 +81,9 @@ pub enum Reason {
         /// Found.
         found: String,
     },
+    /// Mapping it would harm the server.
+    #[error("a new library is mapped in a process of its own first: {0}")]
+    Constructors(String),
     /// The dynamic loader refused it.
     #[error("the dynamic loader refused it: {0}")]
     Loader(String),

@@ -7,6 +7,7 @@ mod admin;
 mod admins;
 mod broken;
 mod clients;
+mod constructors;
 mod faults;
 mod kills;
 mod page_multiples;
