@@ -1,12 +1,12 @@
 //! `kvdock config check` and `kvdock config reference`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use super::{Failure, Settings, print, say};
 use crate::config::{Config, check_served, host_keys_in};
 use crate::plugin::schema::validate;
-use crate::plugin::{find, search_path};
+use crate::plugin::{Reason, find, search_path};
 
 /// Checks a file as `serve` would.
 pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
@@ -43,6 +43,8 @@ fn check_backends(config: &Config) -> Vec<String> {
     let check = |backend: &str| -> Result<(), String> {
         let table = config.storage.table(backend);
         let plugin = find(&table.plugin, &folders).map_err(|problem| format!("storage.{backend}: {problem}"))?;
+        check_pin(table.sha256.as_deref(), &plugin.path, plugin.sha256_hex())
+            .map_err(|problem| format!("storage.{backend}.sha256: {problem}"))?;
         let schema = &plugin.note.config_schema;
         for key in host_keys_in(schema) {
             let plugin = &table.plugin;
@@ -55,8 +57,33 @@ fn check_backends(config: &Config) -> Vec<String> {
     config.storage.selected().into_iter().filter_map(|backend| check(backend).err()).collect()
 }
 
+/// Whether the plugin's file is the one that the configuration demands.
+fn check_pin(expected: Option<&str>, plugin: &Path, found: String) -> Result<(), String> {
+    match expected {
+        Some(expected) if !expected.eq_ignore_ascii_case(&found) => {
+            Err(Reason::OtherDigest { expected: expected.to_owned(), found }.of(plugin).to_string())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Prints all keys.
 pub(super) fn reference() -> Result<ExitCode, Failure> {
     print(&crate::config::reference())?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pin_that_serve_refuses_passed_the_check() {
+        let plugin = Path::new("/plugins/libkvdock_plugin_file.so");
+        let found = "ab".repeat(32);
+        let error = check_pin(Some(&"00".repeat(32)), plugin, found.clone()).unwrap_err();
+        assert!(error.contains(&found) && error.contains("libkvdock_plugin_file.so"), "{error}");
+        check_pin(Some(&found.to_uppercase()), plugin, found.clone()).unwrap();
+        check_pin(None, plugin, found).unwrap();
+    }
 }

@@ -109,6 +109,7 @@ async fn serve_until_asked(config: Arc<Config>, began: Instant) -> Result<End, F
     let name = signals.next().await;
     server.start_draining();
     let within = config.server.shutdown_timeout;
+    let asked = Instant::now();
     tracing::info!("{name}: finishing running requests, at most {} s; once more ends at once", within.as_secs_f64());
     tokio::spawn(async move {
         let name = signals.next().await;
@@ -130,7 +131,8 @@ async fn serve_until_asked(config: Arc<Config>, began: Instant) -> Result<End, F
     }
     let closed = tokio::task::spawn_blocking(move || {
         engine.stop(Duration::ZERO);
-        storage.shut_down()
+        // A backend whose call hangs gets no more time than the requests got.
+        storage.shut_down_within(within.saturating_sub(asked.elapsed()))
     })
     .await
     .unwrap_or(false);

@@ -48,7 +48,7 @@ pub(crate) const KEYS: &[Key] = &[
         "server.shutdown_timeout",
         Kind::Number(0.0, 86400.0),
         "20.0",
-        "Seconds that running requests get to finish on SIGTERM or SIGINT.",
+        "Seconds that running requests get to finish on SIGTERM or SIGINT. What they leave of it is the most that the drains of storage backends take then.",
     ),
     key("server.max_body", Kind::Size(1024), "\"64MiB\"", "Largest request body."),
     unset("model.path", Kind::Text, "A GGUF file or a Hugging Face folder. `kvdock serve` needs it."),
@@ -200,7 +200,7 @@ pub(crate) const BACKEND_KEYS: &[Key] = &[
         "drain_timeout",
         Kind::Number(0.0, 3600.0),
         "5.0",
-        "Seconds that calls under way get to return when the backend is detached or replaced, before they are cancelled.",
+        "Seconds that calls under way get to return when the backend is detached or replaced, before they are cancelled. On SIGTERM or SIGINT no longer than what is left of `server.shutdown_timeout`.",
     ),
     unset("sha256", Kind::Text, "SHA-256 of the plugin's file, in hex; another file is refused."),
 ];

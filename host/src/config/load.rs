@@ -12,6 +12,7 @@ use super::settings::Config;
 use super::source::{self, Leaf, Leaves, join};
 use super::storage::BackendTable;
 use super::value::{nearest, show};
+use crate::plugin::MOST_BACKENDS;
 
 /// What a configuration is made of.
 #[derive(Clone, Debug, Default)]
@@ -184,9 +185,6 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
             ),
         );
     }
-    if config.storage.backend.as_deref() == Some("") {
-        config.storage.backend = None;
-    }
     if config.storage.backend.is_some() && !config.storage.backends.is_empty() {
         wrong("storage.backends", "and storage.backend exclude each other; keep one of them".into());
     }
@@ -200,6 +198,10 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
         } else if keys::find(&format!("storage.{name}")).is_some() {
             wrong(key, format!("names {name:?}, which is a key of [storage]: no table could configure it"));
         }
+    }
+    if config.storage.backends.len() > MOST_BACKENDS {
+        let count = config.storage.backends.len();
+        wrong("storage.backends", format!("names {count} backends: at most {MOST_BACKENDS} can be in use at a time"));
     }
     let mut seen = BTreeSet::new();
     for name in &config.storage.backends {

@@ -221,6 +221,25 @@ fn one_backend_key_or_the_other() {
 }
 
 #[test]
+fn a_backend_without_a_name_was_taken_for_none() {
+    for text in ["[storage]\nbackend = \"\"", "[storage]\nbackends = [\"\"]"] {
+        let found = errors(text);
+        assert!(found.len() == 1 && found[0].contains("names \"\": a backend's name takes"), "{found:?}");
+    }
+}
+
+#[test]
+fn more_backends_than_the_cache_can_tell_apart_were_taken() {
+    let listed = |count: usize| {
+        let names: Vec<String> = (0..count).map(|number| format!("\"b{number}\"")).collect();
+        errors(&format!("[storage]\nbackends = [{}]", names.join(", ")))
+    };
+    assert!(listed(64).is_empty());
+    let found = listed(65);
+    assert!(found.len() == 1 && found[0].contains("names 65 backends: at most 64"), "{found:?}");
+}
+
+#[test]
 fn what_is_not_served_is_refused_in_words() {
     for (set, word) in [
         ("engine.device=cuda", "no CUDA device"),

@@ -180,6 +180,27 @@ fn pool() -> HostPoolDescription {
 }
 
 fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<AtomicUsize>) {
+    let settings = BackendSettings { timeout: Duration::from_secs(1), ..BackendSettings::default() };
+    attach_with(name, concurrency, settings)
+}
+
+/// An instance with a call that never returns, and whether that call was told to.
+pub(super) fn hanging(name: &str, settings: BackendSettings) -> (Arc<Instance>, impl Fn() -> bool + use<>) {
+    let (instance, knobs, _) = attach_with(name, 1, settings);
+    set_mood(&knobs, Mood::Hang);
+    let caller = instance.clone();
+    thread::spawn(move || get(&caller, SECOND * 3600, &[1]).0);
+    while knobs.running.load(Ordering::SeqCst) == 0 {
+        thread::sleep(Duration::from_millis(1));
+    }
+    (instance, move || knobs.saw_cancel.load(Ordering::SeqCst))
+}
+
+fn attach_with(
+    name: &str,
+    concurrency: u32,
+    settings: BackendSettings,
+) -> (Arc<Instance>, Arc<Knobs>, Arc<AtomicUsize>) {
     let identity = api::v0_1::Identity {
         namespace_digest: [0; 32],
         namespace_json: "{}".into(),
@@ -256,7 +277,7 @@ fn attach(name: &str, concurrency: u32) -> (Arc<Instance>, Arc<Knobs>, Arc<Atomi
         raw: RawInstance(raw),
         capabilities: api::Capabilities { concurrency, ..api::Capabilities::NONE },
         context,
-        settings: BackendSettings { timeout: Duration::from_secs(1), ..BackendSettings::default() },
+        settings,
         state,
     };
     (Instance::new(parts).unwrap(), knobs(name), failures)

@@ -29,6 +29,9 @@ pub mod state;
 pub mod trial;
 mod workers;
 
+/// Most backends in use at a time: the cache tells them apart by the bits of a word.
+pub const MOST_BACKENDS: usize = u64::BITS as usize;
+
 pub use abi::AbiVersions;
 pub use discover::{Found, FoundPlugin, discover, find, search_path};
 pub use host_table::PluginMetric;

@@ -10,6 +10,7 @@ mod fields;
 mod listen;
 mod native;
 mod openai;
+mod query;
 mod routes;
 mod sampling;
 mod sse;

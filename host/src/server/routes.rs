@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
-use axum::extract::{Extension, MatchedPath, Path, Query, Request, State};
+use axum::extract::{Extension, MatchedPath, Path, RawQuery, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use serde::Deserialize;
 
 use super::error::ApiError;
+use super::query::read_query;
 use super::state::Server;
 use super::{body, native, openai, storage_routes};
 use crate::telemetry::METRICS_CONTENT_TYPE;
@@ -177,19 +177,14 @@ async fn server_info(State(server): Shared) -> Answer {
         .map_err(|_| ApiError::internal("collecting the server's state failed"))?
 }
 
-#[derive(Deserialize)]
-struct FlushQuery {
-    tiers: Option<String>,
-}
-
 async fn flush_cache(
     State(server): Shared,
     Extension(Peer(peer)): Extension<Peer>,
-    query: Result<Query<FlushQuery>, axum::extract::rejection::QueryRejection>,
+    RawQuery(query): RawQuery,
     headers: HeaderMap,
 ) -> Answer {
-    let Query(query) = query.map_err(|error| ApiError::bad_request(error.body_text()))?;
-    let tiers = native::read_tiers(query.tiers.as_deref())?;
+    let [tiers] = read_query(query.as_deref(), ["tiers"])?;
+    let tiers = native::read_tiers(tiers.as_deref())?;
     if tiers.storage {
         // What others stored goes too, so this is the admin's.
         server.keys.check_admin(&headers, peer)?;
@@ -203,31 +198,14 @@ async fn attach_storage(State(server): Shared, request: Request) -> Answer {
     storage_routes::attach(server, fields).await
 }
 
-#[derive(Deserialize)]
-struct ClearQuery {
-    backend: Option<String>,
+async fn clear_storage(State(server): Shared, RawQuery(query): RawQuery) -> Answer {
+    let [backend] = read_query(query.as_deref(), ["backend"])?;
+    storage_routes::clear(server, backend).await
 }
 
-async fn clear_storage(
-    State(server): Shared,
-    query: Result<Query<ClearQuery>, axum::extract::rejection::QueryRejection>,
-) -> Answer {
-    let Query(query) = query.map_err(|error| ApiError::bad_request(error.body_text()))?;
-    storage_routes::clear(server, query.backend).await
-}
-
-#[derive(Deserialize)]
-struct DetachQuery {
-    backend: Option<String>,
-    force: Option<String>,
-}
-
-async fn detach_storage(
-    State(server): Shared,
-    query: Result<Query<DetachQuery>, axum::extract::rejection::QueryRejection>,
-) -> Answer {
-    let Query(query) = query.map_err(|error| ApiError::bad_request(error.body_text()))?;
-    let force = match query.force.as_deref() {
+async fn detach_storage(State(server): Shared, RawQuery(query): RawQuery) -> Answer {
+    let [backend, force] = read_query(query.as_deref(), ["backend", "force"])?;
+    let force = match force.as_deref() {
         None | Some("false" | "0") => false,
         Some("true" | "1" | "") => true,
         Some(other) => {
@@ -235,7 +213,7 @@ async fn detach_storage(
             return Err(ApiError::field("force", format!("takes true or false; found {other:?}")));
         }
     };
-    storage_routes::detach(server, query.backend, force).await
+    storage_routes::detach(server, backend, force).await
 }
 
 #[cfg(test)]

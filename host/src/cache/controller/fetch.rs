@@ -13,7 +13,7 @@ use crate::cache::types::MissReason;
 use crate::plugin::backend::PageKey;
 
 /// Backends that a fetch can tell apart.
-pub(crate) const MOST_SOURCES: usize = 64;
+pub(crate) const MOST_SOURCES: usize = crate::plugin::MOST_BACKENDS;
 
 /// Least time for a call to a backend for which another one could stand in.
 const LEAST_SHARE: Duration = Duration::from_millis(20);

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::super::MOST_BACKENDS;
 use super::super::admin::{AttachMode, BackendStatus};
 use super::super::backend::Place;
 use super::super::state::BackendState;
@@ -82,6 +83,12 @@ impl Board {
             },
         };
         let Some(index) = over else {
+            if self.slots.len() >= MOST_BACKENDS {
+                return Err(format!(
+                    "{} backends are attached already, the most that can be in use at a time; detach one or replace one",
+                    self.slots.len()
+                ));
+            }
             return Ok(Plan::Insert(self.slots.iter().position(|slot| slot.rank > rank).unwrap_or(self.slots.len())));
         };
         let old = &self.slots[index].member;
@@ -191,6 +198,18 @@ mod tests {
         let error = plan(&two, "a", AttachMode::Replace("b".into()), 0).unwrap_err();
         assert_eq!(error, "a is attached already and can't replace b too");
         assert!(plan(&two, "c", AttachMode::Replace("x".into()), LAST).unwrap_err().contains("there are: a, b"));
+    }
+
+    #[test]
+    fn an_add_beyond_what_the_cache_can_tell_apart_was_taken_and_never_written_to() {
+        let names: Vec<String> = (0..MOST_BACKENDS).map(|number| format!("b{number}")).collect();
+        let slots: Vec<(&str, usize)> = names.iter().map(|name| (name.as_str(), LAST)).collect();
+        let mut board = board(&slots);
+        let error = plan(&board, "one_more", AttachMode::Add, LAST).unwrap_err();
+        assert!(error.starts_with("64 backends are attached already, the most"), "{error}");
+        assert_eq!(plan(&board, "other", AttachMode::Replace("b3".into()), LAST), Ok(Plan::Over(3)));
+        board.slots.pop();
+        assert_eq!(plan(&board, "one_more", AttachMode::Add, LAST), Ok(Plan::Insert(63)));
     }
 
     #[test]

@@ -90,6 +90,13 @@ impl Shared {
         }
     }
 
+    /// Ends all drains: calls that run are cancelled.
+    pub fn hurry_drains(&self) {
+        let draining = |member: &&Arc<Member>| member.state.state() == BackendState::Draining;
+        let leaving: Vec<Arc<Member>> = lock(&self.board).leaving.iter().filter(draining).cloned().collect();
+        leaving.iter().filter_map(|member| member.instance()).for_each(|instance| instance.hurry());
+    }
+
     /// Drains and closes what is not in use any more, on a thread of its own.
     pub fn retire(self: &Arc<Self>, member: &Arc<Member>, force: bool, reason: &str) {
         member.begin_end();

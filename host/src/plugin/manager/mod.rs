@@ -12,12 +12,15 @@ mod attach;
 mod board;
 mod detach;
 mod member;
+#[cfg(test)]
+mod shutdown_tests;
 pub(super) mod watch;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use super::abi::AbiVersions;
@@ -35,6 +38,9 @@ pub type ReportedMetric = (String, String, String, PluginMetric);
 
 /// Most names whose changes of state are counted; names come from the configuration and from admin requests.
 const MOST_NAMES: usize = 256;
+
+/// How often the drains that are left are cut short once a shutdown has no more time for them.
+const HURRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// Owns the attached backends.
 #[derive(Clone)]
@@ -120,6 +126,34 @@ impl PluginManager {
             }
         }
         Ok(())
+    }
+
+    /// As [`PluginManager::shut_down`], but calls that still run after `time` are cancelled, however long their backends' `drain_timeout` is.
+    pub fn shut_down_within(&self, time: Duration) -> bool {
+        let (ended, end) = channel::<()>();
+        let shared = &self.shared;
+        let hurry = move || {
+            let mut pause = time;
+            // Again and again, since what an attach that just ran has replaced may begin to drain late.
+            while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                shared.hurry_drains();
+                pause = HURRY_PAUSE;
+            }
+        };
+        thread::scope(|scope| {
+            let all_ended = match thread::Builder::new().name("kv-hurry".into()).spawn_scoped(scope, hurry) {
+                Ok(_) => self.shut_down(),
+                Err(error) => {
+                    tracing::warn!("no thread to watch the time of the drains, so there are none: {error}");
+                    if let Err(error) = self.detach(None, true) {
+                        tracing::warn!("{error}");
+                    }
+                    self.shut_down()
+                }
+            };
+            drop(ended);
+            all_ended
+        })
     }
 
     /// Detaches everything. Says whether every instance could be closed; if not, the process must end by `_exit`, because a
