@@ -212,7 +212,7 @@ enum kvdock_capability {
     KVDOCK_CAPABILITY_CLEAR_NAMESPACE = 8,
     /** `clear` works for everything. */
     KVDOCK_CAPABILITY_CLEAR_EVERYTHING = 16,
-    /** What is stored outlives the process. */
+    /** What is stored is there for the next process once `flush` or `close` has returned. A power cut is not meant. */
     KVDOCK_CAPABILITY_DURABLE = 32,
     /** What is stored can be read by other hosts. */
     KVDOCK_CAPABILITY_SHARED = 64,
@@ -649,9 +649,9 @@ struct kvdock_stats {
     uint64_t bytes_total;
     /** Calls that failed since `open`. */
     uint64_t failures;
-    /** Mean time of a `batch_get` since `open`, in nanoseconds. */
+    /** Mean time of a `batch_get` since `open`, in nanoseconds; 0 when it is not known. */
     uint64_t get_mean_ns;
-    /** Mean time of a `batch_set` since `open`, in nanoseconds. */
+    /** Mean time of a `batch_set` since `open`, in nanoseconds; 0 when it is not known. */
     uint64_t set_mean_ns;
 };
 
