@@ -95,7 +95,11 @@ impl Guard {
     fn new(answer: &File, limit: Duration) -> Result<Guard, Failure> {
         let answer = answer.try_clone().map_err(Failure::new)?;
         let (mapped, watched) = channel::<()>();
+        let (begun, ready) = channel::<()>();
         let watch = move || {
+            // A thread's first steps may need the loader's lock, which the mapping holds: they are taken before it.
+            let _ = watched.recv_timeout(Duration::from_millis(1));
+            let _ = begun.send(());
             if watched.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
                 let expected = "the library's constructors return".to_owned();
                 let seen = format!("they have not returned after {} s", limit.as_secs());
@@ -104,6 +108,7 @@ impl Guard {
             }
         };
         let thread = std::thread::Builder::new().spawn(watch).map_err(Failure::new)?;
+        ready.recv().map_err(Failure::new)?;
         Ok(Guard(Some((mapped, thread))))
     }
 }
