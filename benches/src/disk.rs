@@ -68,7 +68,7 @@ impl Sides {
             pool.write(page as u32, &bytes);
         }
         let table = store::load(&paths::file_plugin())?;
-        let config = serde_json::json!({"dir": folder}).to_string();
+        let config = serde_json::json!({"dir": folder, "min_free_bytes": 0}).to_string();
         let store = MockHost::new()
             .attach(table, &config, &identity("bench"), &[&pool])
             .map_err(|error| anyhow!("can't attach the file plugin: {error}"))?;

@@ -1,5 +1,6 @@
 //! Plugins that are broken on purpose, made from the one of `tests/broken` by changing bytes of a copy.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memchr::memmem;
@@ -40,7 +41,8 @@ impl Broken {
     /// # Panics
     /// When it is not built.
     pub fn new() -> Self {
-        let bytes = std::fs::read(paths::broken_plugin()).unwrap();
+        let mut bytes = std::fs::read(paths::broken_plugin()).unwrap();
+        wipe_debug_sections(&mut bytes);
         Self { bytes, name: "broken".to_owned() }
     }
 
@@ -139,7 +141,7 @@ impl Broken {
         let path = folder.join(format!("lib{name}.so"));
         // Never over a file that may be mapped.
         let _ = std::fs::remove_file(&path);
-        std::fs::write(&path, &self.bytes).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        write_sparse(&path, &self.bytes).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         path
     }
 
@@ -148,5 +150,30 @@ impl Broken {
         let at = places.next().expect("the plugin has its markers");
         assert!(places.next().is_none(), "the marker {:?} stands twice", String::from_utf8_lossy(text));
         at
+    }
+}
+
+/// Writes a file whose zeros take no room on the disk.
+fn write_sparse(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    const BLOCK: usize = 4096;
+    let file = std::fs::File::create_new(path)?;
+    file.set_len(bytes.len() as u64)?;
+    for (block, at) in bytes.chunks(BLOCK).zip((0..).step_by(BLOCK)) {
+        if block.iter().any(|byte| *byte != 0) {
+            file.write_all_at(block, at)?;
+        }
+    }
+    Ok(())
+}
+
+/// Wipes what only debuggers read, which is most of the file: a test that plants ten faults would take half a gigabyte of disk.
+fn wipe_debug_sections(bytes: &mut [u8]) {
+    let ranges: Vec<(u64, u64)> = {
+        let file = object::File::parse(&*bytes).unwrap();
+        let debug = file.sections().filter(|section| section.name().is_ok_and(|name| name.starts_with(".debug_")));
+        debug.filter_map(|section| section.file_range()).collect()
+    };
+    for (start, len) in ranges {
+        bytes[start as usize..(start + len) as usize].fill(0);
     }
 }

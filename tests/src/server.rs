@@ -78,6 +78,8 @@ impl Launch {
             set(&mut command, "storage.backend", "\"file\"");
             set(&mut command, "storage.plugin_path", &format!("[{}]", quoted(folder_of_plugins)));
             set(&mut command, "storage.file.dir", &quoted(folder));
+            // How full the disk of the machine is must not matter.
+            set(&mut command, "storage.file.min_free_bytes", "0");
         }
         for (key, value) in &self.set {
             set(&mut command, key, value);

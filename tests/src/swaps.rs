@@ -151,6 +151,7 @@ impl Stage {
             .set("storage.plugin_path", json!([self.plugins.path()]))
             .set("storage.archive.plugin", json!("file"))
             .set("storage.archive.dir", json!(self.folders[1].path()))
+            .set("storage.archive.min_free_bytes", 0)
     }
 
     /// The script for a server that was launched so.
@@ -174,7 +175,7 @@ impl Script {
 
     /// Fills both folders: `ask` makes the server store pages in the first, which is then copied. Nothing is attached afterwards.
     pub fn fill(&self, ask: impl FnOnce()) {
-        self.put("file", &json!({"dir": self.folder(0)}), &[]);
+        self.put("file", &json!({"dir": self.folder(0), "min_free_bytes": 0}), &[]);
         ask();
         let deadline = Instant::now() + Duration::from_secs(60);
         while self.client.metrics().sum("kvdock:backup_pending_pages", &[]) > 0.0 {
@@ -197,7 +198,7 @@ impl Script {
 
     /// Attaches a backend that stays; between rounds.
     pub fn rest(&self) {
-        self.put("file", &json!({"dir": self.folder(0)}), &[]);
+        self.put("file", &json!({"dir": self.folder(0), "min_free_bytes": 0}), &[]);
     }
 
     /// Does the next step; the server must say that it is done.
@@ -219,14 +220,16 @@ impl Script {
 
     /// Makes the call; what is attached then, in order.
     fn make(&mut self, step: Step) -> &'static [&'static str] {
-        let config = |folder: PathBuf| json!({"dir": folder, "max_bytes": "1GiB", "timeout": 4});
+        let config = |folder: PathBuf| json!({"dir": folder, "max_bytes": "1GiB", "timeout": 4, "min_free_bytes": 0});
         match step {
-            Step::Attach | Step::OtherFolder => self.put("file", &json!({"dir": self.folder(self.turn)}), &[]),
+            Step::Attach | Step::OtherFolder => {
+                self.put("file", &json!({"dir": self.folder(self.turn), "min_free_bytes": 0}), &[])
+            }
             Step::OtherConfig => self.put("file", &config(self.folder(self.turn - 1)), &[]),
             Step::NewerBuild => {
                 self.build += 1;
                 self.plugins.copy(self.build);
-                self.put("file", &json!({"dir": self.folder(self.turn)}), &[])
+                self.put("file", &json!({"dir": self.folder(self.turn), "min_free_bytes": 0}), &[])
             }
             Step::OtherName => self.put("archive", &Value::Null, &[]),
             Step::Add => {

@@ -48,6 +48,8 @@ impl Server {
             "storage.backend=\"file\"".to_owned(),
             format!("storage.plugin_path=[{}]", quoted(&release)?),
             format!("storage.file.dir={}", quoted(launch.storage)?),
+            // A few megabytes for a try: a full disk is no reason to keep nothing.
+            "storage.file.min_free_bytes=0".to_owned(),
         ];
         settings.extend_from_slice(launch.set);
         let mut command = process::command(paths::text(&release.join("kvdock"))?);

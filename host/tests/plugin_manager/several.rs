@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::support::*;
 
 fn config_at(dir: &Path) -> Option<serde_json::Value> {
-    Some(json!({"plugin": "file", "dir": dir}))
+    Some(json!({"plugin": "file", "dir": dir, "min_free_bytes": 0}))
 }
 
 #[test]

@@ -141,6 +141,7 @@ impl Rig {
         let mut config = kvdock::config::load(&Sources::default()).expect("the defaults are right").config.storage;
         let mut table = BackendTable::new("file");
         table.own.insert("dir".to_owned(), folder.to_str().expect("a UTF-8 path").into());
+        table.own.insert("min_free_bytes".to_owned(), 0.into());
         config.backend = Some("file".to_owned());
         config.tables.insert("file".to_owned(), table);
         let plugins = paths::file_plugin().parent().expect("the plugin lies in a folder").to_path_buf();

@@ -48,6 +48,7 @@ fn i20746_i20101_h17_no_admin_call_waits_for_a_drain_or_an_open() {
         .set("storage.hanger.drain_timeout", 600)
         .set("storage.pages.plugin", "\"file\"")
         .set("storage.pages.dir", quoted(pages.path()))
+        .set("storage.pages.min_free_bytes", 0)
         .start();
     let client = server.client();
     let long = prompt::ids(90, 320);

@@ -32,12 +32,12 @@ fn admin_call(client: &Client, random: &mut Random, folders: &[&std::path::Path]
     let either = |reply: Reply| assert!(matches!(reply.status, 200 | 400), "{} {}", reply.status, reply.json);
     let put = |body: &Value| client.put(ENDPOINT, body);
     match random.below(12) {
-        0..3 => either(put(&attach("file", &json!({"dir": folder})))),
+        0..3 => either(put(&attach("file", &json!({"dir": folder, "min_free_bytes": 0})))),
         3 => either(client.delete(&format!("{ENDPOINT}?backend=file"))),
         4 => either(client.delete(&format!("{ENDPOINT}?force=true"))),
         5 => either(client.delete(&format!("{ENDPOINT}?backend=no-such-name"))),
         6 => refused(put(&attach("no-such-plugin", &json!({}))), "no-such-plugin"),
-        7 => refused(put(&attach("file", &json!({"dir": folder, "dirr": 1}))), "dirr"),
+        7 => refused(put(&attach("file", &json!({"dir": folder, "dirr": 1, "min_free_bytes": 0}))), "dirr"),
         8 => refused(client.put_text(ENDPOINT, "{\"hicache_storage_backend\": \"file\""), "JSON"),
         9 => refused(put(&json!({"hicache_storage_backend": ["file"]})), "hicache_storage_backend"),
         10 => either(client.post(&format!("{ENDPOINT}/clear"), &json!({}))),
@@ -83,7 +83,7 @@ fn several_admins_at_once_and_wrong_calls_harm_no_request() {
     assert_eq!(client.delete(ENDPOINT).status, 200);
     let status = client.get(ENDPOINT).json;
     assert!(status["hicache_storage_backend"].is_null(), "{status}");
-    let attached = client.put(ENDPOINT, &attach("file", &json!({"dir": folders[0].path()})));
+    let attached = client.put(ENDPOINT, &attach("file", &json!({"dir": folders[0].path(), "min_free_bytes": 0})));
     assert_eq!(attached.status, 200, "{}", attached.json);
     assert_nothing_is_held(&client);
     server.stop();
@@ -103,7 +103,7 @@ fn a_detach_keeps_what_is_stored_and_attaching_again_finds_it() {
         client.flush();
         let (without, usage) = client.generate(&long, 2);
         assert_eq!((usage.cached(), &without), (0, &cold), "nothing is attached");
-        let attached = client.put(ENDPOINT, &attach("file", &json!({"dir": folder.path()})));
+        let attached = client.put(ENDPOINT, &attach("file", &json!({"dir": folder.path(), "min_free_bytes": 0})));
         assert_eq!(attached.status, 200, "{}", attached.json);
         client.flush();
         let (warm, usage) = client.generate(&long, 2);

@@ -124,7 +124,7 @@ impl Rig {
     fn a_good_backend_takes_over(&self, folder: &TempDir) {
         let body = json!({
             "hicache_storage_backend": "file",
-            "hicache_storage_backend_extra_config_json": json!({"dir": folder.path()}).to_string(),
+            "hicache_storage_backend_extra_config_json": json!({"dir": folder.path(), "min_free_bytes": 0}).to_string(),
         });
         let reply = self.client.put(ENDPOINT, &body);
         assert_eq!(reply.status, 200, "{}", reply.json);
@@ -277,7 +277,7 @@ fn the_second_backend_serves_when_the_first_is_broken() {
             &json!({
                 "hicache_storage_backend": "file",
                 "kvdock_mode": "add",
-                "hicache_storage_backend_extra_config_json": json!({"dir": folder.path()}).to_string(),
+                "hicache_storage_backend_extra_config_json": json!({"dir": folder.path(), "min_free_bytes": 0}).to_string(),
             }),
         );
         assert_eq!(added.status, 200, "{fault}: {}", added.json);

@@ -56,7 +56,7 @@ fn a_constructor_that_hangs_stops_nobody_and_is_refused() {
         }
         assert_eq!(client.generate(&prompt, 4).0, cold);
         client.metrics();
-        let other = json!({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": {"dir": storage.path()}, "kvdock_backend": "file"});
+        let other = json!({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": {"dir": storage.path(), "min_free_bytes": 0}, "kvdock_backend": "file"});
         let replaced = client.put(ENDPOINT, &other);
         assert_eq!(replaced.status, 200, "{}", replaced.json);
         assert!(!attaching.is_finished(), "the others waited for it");

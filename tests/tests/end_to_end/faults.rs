@@ -171,7 +171,7 @@ fn a_full_disk_degrades_the_tier_and_heals() {
         return;
     };
     println!("the full disk is a tmpfs of 24 MiB");
-    let launch = Launch::new().storage(&storage).set("storage.file.min_free_bytes", 0);
+    let launch = Launch::new().storage(&storage);
     let case = Case::new(&launch, 26);
     let before = case.client.metrics();
     // Somebody else takes all the room that is left.

@@ -23,6 +23,9 @@ fn two(near: &Path, far: &Path) -> Launch {
         .set("storage.near.dir", quoted(near))
         .set("storage.far.plugin", "\"file\"")
         .set("storage.far.dir", quoted(far))
+        // How full the disk of the machine is must not matter.
+        .set("storage.near.min_free_bytes", 0)
+        .set("storage.far.min_free_bytes", 0)
 }
 
 fn attached(client: &Client) -> Vec<String> {

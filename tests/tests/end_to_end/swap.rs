@@ -54,7 +54,7 @@ fn requests_in_flight_do_not_notice_a_swap() {
 fn attach(folder: &std::path::Path) -> serde_json::Value {
     json!({
         "hicache_storage_backend": "file",
-        "hicache_storage_backend_extra_config_json": json!({"dir": folder}).to_string(),
+        "hicache_storage_backend_extra_config_json": json!({"dir": folder, "min_free_bytes": 0}).to_string(),
     })
 }
 
