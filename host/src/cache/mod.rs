@@ -32,6 +32,7 @@ mod types;
 mod pool;
 mod seal;
 mod tree;
+pub mod unified;
 
 pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
 pub use controller::Guarded;
