@@ -331,3 +331,13 @@ fn a_huge_file_is_refused_without_being_read() {
     file.set_len(1 << 40).unwrap();
     assert!(refusal(&path).to_string().contains("larger than any plugin"));
 }
+
+#[test]
+fn a_damaged_plugin_was_as_good_as_not_there_when_its_name_was_asked_for() {
+    let folder = folder();
+    write(folder.path(), "libkvdock_plugin_far_store.so", b"");
+    write(folder.path(), "libm.so", b"dear reader");
+    let text = find("far-store", &[folder.path().to_owned()]).unwrap_err();
+    assert!(text.contains("passed over") && text.contains("libkvdock_plugin_far_store.so"), "{text}");
+    assert!(!text.contains("libm.so"), "{text}");
+}

@@ -70,7 +70,7 @@ fn describe(info: &PluginInfo) -> String {
         ("license", note.license.clone()),
         ("file", info.path.display().to_string()),
         ("sha256", info.sha256_hex()),
-        ("abi", note.abi.join(", ")),
+        ("abi", format!("{}; this host uses {}", note.abi.join(", "), info.abi)),
         ("panic", note.panic.clone()),
         ("capabilities", capabilities(info)),
     ];

@@ -14,6 +14,8 @@ pub struct Found {
     pub plugins: Vec<FoundPlugin>,
     /// Files with a note that can't be loaded.
     pub refused: Vec<Refusal>,
+    /// Files that are no plugins, or were damaged so that they don't look like one.
+    pub passed_over: Vec<Refusal>,
 }
 
 /// A plugin in the search path.
@@ -32,7 +34,9 @@ impl Found {
                 let shadowed_by = self.by_name(&info.note.name).map(|first| first.path.clone());
                 self.plugins.push(FoundPlugin { info, shadowed_by });
             }
-            Err(Refusal { reason: Reason::NoNote { .. } | Reason::NotElf(_), .. }) => {}
+            Err(refusal @ Refusal { reason: Reason::NoNote { .. } | Reason::NotElf(_), .. }) => {
+                self.passed_over.push(refusal);
+            }
             Err(refusal) => self.refused.push(refusal),
         }
     }
@@ -113,6 +117,14 @@ pub fn find_with(host: AbiVersions, name: &str, folders: &[PathBuf]) -> Result<P
     });
     for refusal in &found.refused {
         text.push_str(&format!("; refused {refusal}"));
+    }
+    // A file of that name was probably meant.
+    let meant = |refusal: &&Refusal| {
+        let file = refusal.file.file_name().map(|file| file.to_string_lossy().replace('_', "-"));
+        !name.is_empty() && file.is_some_and(|file| file.contains(&name.replace('_', "-")))
+    };
+    for refusal in found.passed_over.iter().filter(meant) {
+        text.push_str(&format!("; passed over {refusal}"));
     }
     Err(text)
 }

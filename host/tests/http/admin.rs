@@ -62,3 +62,15 @@ fn keys_are_asked_for() {
     server.get_with("/flush_cache?tiers=all", bearer("Bearer user-key")).error(401);
     assert_eq!(server.get_with("/flush_cache", bearer("Bearer user-key")).status, 200);
 }
+
+#[test]
+fn a_misspelled_query_parameter_was_taken_for_all_backends() {
+    let server = Server::start();
+    for path in [format!("{PATH}?backnd=near"), format!("{PATH}?backend=near&forse=true")] {
+        let error = server.delete(&path).error(400);
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("unknown parameter") && message.contains("backend, force"), "{path}: {message}");
+    }
+    let error = server.delete(&format!("{PATH}?backend=near&backend=far")).error(400);
+    assert_eq!(error["param"], "backend", "{error}");
+}

@@ -1,7 +1,9 @@
 //! Starting and stopping.
 
-use kvdock_tests::prompt;
+use std::process::Command;
+
 use kvdock_tests::server::Launch;
+use kvdock_tests::{broken, paths, prompt};
 use serde_json::json;
 
 #[test]
@@ -65,4 +67,56 @@ fn sigterm_lets_a_running_stream_finish() {
     }
     assert_eq!(usage.expect("the usage chunk comes last")["completion_tokens"], 60);
     server.stop_after_signal();
+}
+
+/// The drain of a backend that never returns may take ten minutes; the process has two seconds.
+#[test]
+fn sigterm_waited_for_the_drain_of_a_backend_that_hangs() {
+    let plugins = tempfile::tempdir().unwrap();
+    broken::plugin(plugins.path(), "hanger", "hang_in_get");
+    let server = Launch::new()
+        .set("storage.backend", "\"hanger\"")
+        .set("storage.plugin_path", format!("[{:?}]", plugins.path().to_str().unwrap()))
+        .set("storage.hanger.timeout", 1)
+        .set("storage.hanger.drain_timeout", 600)
+        .set("server.shutdown_timeout", 2)
+        .start();
+    let client = server.client();
+    let long = prompt::ids(82, 320);
+    let (cold, _) = client.generate(&long, 2);
+    let stored = [("backend", "hanger"), ("op", "set"), ("result", "ok")];
+    while client.metrics().sum("kvdock:storage_pages_total", &stored) < 20.0 {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    client.flush();
+    assert_eq!(client.generate(&long, 2).0, cold, "computed, because the read does not return");
+    let held = [("backend", "hanger")];
+    assert!(client.metrics().sum("kvdock:storage_quarantined_pages", &held) > 0.0, "a call is still out");
+    // Waits a minute for the end, and fails then.
+    server.stop();
+}
+
+#[test]
+fn config_check_refuses_another_file_than_the_pinned_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("kvdock.toml");
+    let check = |sha256: &str| {
+        let text = format!(
+            "[model]\npath = {:?}\n[storage]\nbackend = \"file\"\nplugin_path = [{:?}]\n\
+             [storage.file]\ndir = {:?}\nsha256 = \"{sha256}\"\n",
+            paths::model(),
+            paths::build(),
+            folder.path().join("pages"),
+        );
+        std::fs::write(&config, text).unwrap();
+        let output = Command::new(paths::kvdock()).args(["config", "check"]).arg(&config).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let other = "0".repeat(64);
+    let (success, error) = check(&other);
+    assert!(!success && error.contains(&other), "both digests are in the message: {error}");
+    // The message says which digest it found; with that one the check passes.
+    let is_digest = |word: &&str| word.len() == 64 && **word != *other && word.bytes().all(|b| b.is_ascii_hexdigit());
+    let found = error.split(|c: char| !c.is_ascii_alphanumeric()).find(is_digest).unwrap_or_else(|| panic!("{error}"));
+    assert_eq!(check(found), (true, String::new()));
 }

@@ -169,6 +169,18 @@ impl Attached {
         self.backend.limits()
     }
 
+    /// Most pages of a call: what suits it, and no more than about a second's worth where its bandwidth is limited, so that a part of a hit
+    /// comes in time where all of it does not.
+    pub fn batch(&self, way: Way, page_bytes: u64) -> usize {
+        let settings = self.settings();
+        let limit = match way {
+            Way::Read => settings.read_bandwidth,
+            Way::Write => settings.write_bandwidth,
+        };
+        let paid = limit.map_or(usize::MAX, |bytes| usize::try_from(bytes / page_bytes.max(1)).unwrap_or(usize::MAX));
+        self.limits().preferred_batch.min(paid).clamp(1, super::BATCH_PAGES)
+    }
+
     /// How the host treats it.
     pub fn settings(&self) -> &BackendSettings {
         self.backend.settings()
@@ -280,7 +292,7 @@ impl Attached {
         }
         state.calls.fetch_add(1, Ordering::Relaxed);
         let result = self.tries(way, info, pass, turn, Instant::now() + timeout, attempt);
-        self.settle(way, pass, timeout >= most.min(FAIR_TIME), &result);
+        self.settle(info.op, pass, timeout >= most.min(FAIR_TIME), &result);
         result.map_err(CallFault::Failed)
     }
 
@@ -341,10 +353,10 @@ impl Attached {
         let mut result = result.unwrap_or_else(|_| Err(self.error(ErrorKind::Internal, "the call panicked")));
         if let Err(error) = &mut result
             && error.kind == ErrorKind::Cancelled
-            && !info.operation.is_cancelled()
             && !self.is_retired()
+            && (!info.operation.is_cancelled() || (began.elapsed() >= FAIR_TIME && info.operation.blame()))
         {
-            // Nobody here called it off: its time was over.
+            // Nobody here called it off, or only because it took so long: its time was over.
             error.kind = ErrorKind::TimedOut;
             error.retryable = true;
         }
@@ -359,13 +371,14 @@ impl Attached {
         result
     }
 
-    fn settle<R>(&self, way: Way, pass: Pass, fair: bool, result: &Result<R, BackendError>) {
+    fn settle<R>(&self, op: StorageOp, pass: Pass, fair: bool, result: &Result<R, BackendError>) {
+        let (way, moving) = (Way::of(op), matches!(op, StorageOp::Get | StorageOp::Set));
         let state = &self.ways[way as usize];
         let (name, what) = (self.name(), way.as_str());
         let mut breaker = state.breaker.lock();
         match result {
             Ok(_) => {
-                if breaker.succeeded(pass) {
+                if breaker.succeeded(pass, moving) {
                     tracing::info!(backend = name, "storage works again: {what} are back");
                 }
             }
@@ -374,7 +387,7 @@ impl Attached {
             Err(error) if error.kind == ErrorKind::TimedOut && !fair => breaker.unsettled(pass, Instant::now()),
             Err(error) => {
                 state.failed.fetch_add(1, Ordering::Relaxed);
-                if let Some(pause) = breaker.failed(pass, Instant::now(), || error.to_string()) {
+                if let Some(pause) = breaker.failed(pass, moving, Instant::now(), || error.to_string()) {
                     let failures = breaker.failures();
                     tracing::warn!(backend = name, failures, ?pause, %error, "storage keeps failing; its {what} rest");
                 }

@@ -146,6 +146,44 @@ fn a_call_that_nobody_called_off_was_late() {
     assert_eq!(attached.report(None).writes.failed, 1, "what was asked to stop did not fail");
 }
 
+/// It heeds the flag, so no call of it ever was late; each request waited its whole time for nothing.
+#[test]
+fn a_backend_that_is_called_off_before_each_call_is_late_was_never_left_alone() {
+    let heeds = |options: &CallOptions, _: &[PageKey], _: &mut [PageStatus]| {
+        while !options.is_cancelled() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Err(error(ErrorKind::Cancelled, true, false))
+    };
+    let (_, attached) = scripted(BackendSettings::default(), heeds);
+    let call_off_after = |time: Duration, end: fn(&CancelSet)| {
+        let operation = CancelSet::default();
+        std::thread::scope(|scope| {
+            let call = scope.spawn(|| flush(&attached, &operation));
+            std::thread::sleep(time);
+            end(&operation);
+            fault_result(&call.join().unwrap().unwrap_err())
+        })
+    };
+    let fair = FAIR_TIME + Duration::from_millis(100);
+    assert_eq!(call_off_after(fair, CancelSet::cancel), StorageResult::Failed, "nobody wants it any more");
+    assert_eq!(attached.report(None).writes.failures, 0);
+    for failures in 1..=3 {
+        assert_eq!(call_off_after(fair, CancelSet::expire), StorageResult::Late);
+        assert_eq!(attached.report(None).writes.failures, failures);
+    }
+    assert_eq!(attached.report(None).writes.breaker, BreakerState::Open);
+}
+
+#[test]
+fn a_limit_of_less_than_a_batch_let_nothing_through() {
+    let settings = BackendSettings { read_bandwidth: Some(30), write_bandwidth: Some(1), ..BackendSettings::default() };
+    let (_, attached) = scripted(settings, |_, _, _| Ok(()));
+    assert_eq!((attached.batch(Way::Read, 10), attached.batch(Way::Write, 10)), (3, 1));
+    let (_, free) = scripted(BackendSettings::default(), |_, _, _| Ok(()));
+    assert_eq!(free.batch(Way::Read, 10), 8, "what suits the backend");
+}
+
 #[test]
 fn detached_backends_are_not_called_any_more() {
     let (backend, attached) = scripted(BackendSettings::default(), |_, _, _| Ok(()));

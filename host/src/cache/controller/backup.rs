@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::attached::{Attached, CallFault};
+use super::attached::{Attached, CallFault, Way};
 use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::{Event, Shared};
@@ -94,7 +94,7 @@ fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcom
     let wanted: Vec<usize> = target.with_belief(|belief| {
         (0..own.len()).filter(|&i| !belief.is_stored(&own[i]) && !belief.is_lost(&own[i])).collect()
     });
-    let batch = target.limits().preferred_batch.clamp(1, super::BATCH_PAGES);
+    let batch = target.batch(Way::Write, shared.host.page_bytes());
     let mut left = wanted.len();
     for run in runs(&wanted, batch) {
         let operation = CancelSet::default();

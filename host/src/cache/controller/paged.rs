@@ -130,6 +130,9 @@ impl Attached {
             let way = if call.op == StorageOp::Get { Way::Read } else { Way::Write };
             self.give_bandwidth_back(way, (count as u64 - moved) * call.page_bytes);
             self.figures.moved(call.op, moved * call.page_bytes);
+            if moved > 0 {
+                call.operation.serve();
+            }
         }
         outcome
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::attached::{Attached, CallFault, CallInfo};
+use super::attached::{Attached, CallFault, CallInfo, Way};
 use super::fetch::{Fetch, FetchState, MOST_SOURCES, Source};
 use super::guard::break_even::{Part, worth};
 use super::paged::fault_result;
@@ -244,8 +244,9 @@ fn batches(shared: &Shared, fetch: &Arc<Fetch>, state: &FetchState) -> Vec<Batch
         let end = end.min(state.pages.len());
         // A hit of less than a batch for each reader is cut, so that reading and checking overlap.
         let share = (end - from.min(end)).div_ceil(shared.readers).max(SHARED_BATCH);
-        let suits = state.sources.get(source).map_or(1, |source| source.attached.limits().preferred_batch);
-        let longest = suits.clamp(1, super::BATCH_PAGES).min(share);
+        let page_bytes = shared.host.page_bytes();
+        let suits = state.sources.get(source).map_or(1, |source| source.attached.batch(Way::Read, page_bytes));
+        let longest = suits.min(share);
         while from < end {
             let to = end.min(from + longest);
             batches.push(Batch { fetch: Arc::clone(fetch), source, from, to });

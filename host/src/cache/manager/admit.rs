@@ -150,7 +150,7 @@ impl CacheManager {
         };
         let enough = self.find(state, &state.prompt).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
         if now >= until || enough {
-            self.stop_waiting(state);
+            self.stop_waiting(state, !enough);
             return Prefetch::Ready;
         }
         Prefetch::Waiting { until }
@@ -282,8 +282,8 @@ impl CacheManager {
     }
 
     /// Ends a request's wait: what has come by now is in the tree; if nobody else waits, the rest is
-    /// called off.
-    pub(super) fn stop_waiting(&mut self, state: &mut Request) {
+    /// called off. `expired` says that the request would take more, but waits no longer.
+    pub(super) fn stop_waiting(&mut self, state: &mut Request, expired: bool) {
         let Some(wait) = state.wait.take() else { return };
         self.harvest(wait.fetch);
         let Some(active) = self.fetches.get_mut(&wait.fetch) else { return };
@@ -298,7 +298,10 @@ impl CacheManager {
         state.storage.hit_end = start + hit.unwrap_or(active.fetch.span);
         state.storage.reason = fault.or(Some(MissReason::BackendSlow));
         if last {
-            active.fetch.cancel.cancel();
+            match expired {
+                true => active.fetch.cancel.expire(),
+                false => active.fetch.cancel.cancel(),
+            }
             let fingerprint = active.fingerprint;
             self.fetch_by_span.remove(&fingerprint);
             let missed = hit.unwrap_or(0).saturating_sub(taken) * self.page_size;

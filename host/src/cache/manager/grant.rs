@@ -71,7 +71,7 @@ impl CacheManager {
                 }
             }
         }
-        self.stop_waiting(state);
+        self.stop_waiting(state, false);
         let root = self.tree.root(&state.namespace);
         let pages = state.reusable_pages(tokens.len(), self.page_size);
         let found = self.tree.find(root, tokens.get(..pages * self.page_size).unwrap_or(&[]));
@@ -333,7 +333,7 @@ impl CacheManager {
         let Some(mut state) = self.requests.remove(&request) else {
             return self.free_pages(&pages);
         };
-        self.stop_waiting(&mut state);
+        self.stop_waiting(&mut state, false);
         self.let_go(&mut state, &pages);
     }
 

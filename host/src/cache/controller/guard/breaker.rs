@@ -37,6 +37,8 @@ pub(crate) enum Pass {
 pub(crate) struct Breaker {
     state: State,
     failures: u32,
+    /// Whether the last failure was of a call that moves pages.
+    moving: bool,
     pause: Duration,
     why: String,
     since: Option<SystemTime>,
@@ -63,25 +65,33 @@ impl Breaker {
         }
     }
 
-    /// A call went well; true if that ended a rest. What began before the rest says nothing about now.
-    pub fn succeeded(&mut self, pass: Pass) -> bool {
+    /// A call went well; true if that ended a rest. What began before the rest says nothing about now. A call that moves no pages
+    /// (`moving` is false) does not make good for those that fail to: it may end the rest, and the next failure begins the next.
+    pub fn succeeded(&mut self, pass: Pass, moving: bool) -> bool {
         let closes = pass == Pass::Probe && !matches!(self.state, State::Closed);
         if closes {
             self.go(State::Closed);
         }
-        if closes || matches!(self.state, State::Closed) {
-            self.failures = 0;
-            self.pause = Duration::ZERO;
+        if !closes && !matches!(self.state, State::Closed) {
+            return false;
         }
+        if self.moving && !moving {
+            self.failures = self.failures.min(FAILURES - 1);
+            return false;
+        }
+        self.failures = 0;
+        self.moving = false;
+        self.pause = Duration::ZERO;
         closes
     }
 
-    /// A call failed. Says for how long the backend is left alone if that begins now.
-    pub fn failed(&mut self, pass: Pass, now: Instant, why: impl FnOnce() -> String) -> Option<Duration> {
+    /// A call failed, one that moves pages or not. Says for how long the backend is left alone if that begins now.
+    pub fn failed(&mut self, pass: Pass, moving: bool, now: Instant, why: impl FnOnce() -> String) -> Option<Duration> {
         if pass == Pass::Free && !matches!(self.state, State::Closed) {
             return None;
         }
         self.failures += 1;
+        self.moving |= moving;
         if pass == Pass::Free && self.failures < FAILURES {
             return None;
         }
@@ -137,7 +147,7 @@ mod tests {
     use super::*;
 
     fn fail(breaker: &mut Breaker, pass: Pass, now: Instant) -> bool {
-        breaker.failed(pass, now, || "no".to_owned()).is_some()
+        breaker.failed(pass, true, now, || "no".to_owned()).is_some()
     }
 
     #[test]
@@ -156,7 +166,7 @@ mod tests {
         assert!(!fail(&mut breaker, Pass::Probe, later), "it rested before");
         assert_eq!(breaker.allows(later + FIRST_PAUSE), None, "the pause doubled");
         assert_eq!(breaker.allows(later + FIRST_PAUSE * 2), Some(Pass::Probe));
-        assert!(breaker.succeeded(Pass::Probe), "a good probe closes it");
+        assert!(breaker.succeeded(Pass::Probe, true), "a good probe closes it");
         assert_eq!((breaker.allows(later), breaker.why()), (Some(Pass::Free), None));
     }
 
@@ -167,10 +177,31 @@ mod tests {
         for _ in 0..FAILURES {
             fail(&mut breaker, Pass::Free, now);
         }
-        assert!(!breaker.succeeded(Pass::Free));
+        assert!(!breaker.succeeded(Pass::Free, true));
         assert!(!fail(&mut breaker, Pass::Free, now));
         assert!(breaker.is_open(now));
         assert_eq!(breaker.allows(now + FIRST_PAUSE), Some(Pass::Probe), "the pause is the first one still");
+    }
+
+    #[test]
+    fn a_store_that_answers_what_it_has_and_delivers_nothing_was_never_left_alone() {
+        let mut breaker = Breaker::default();
+        let now = Instant::now();
+        for _ in 0..FAILURES - 1 {
+            assert!(!fail(&mut breaker, Pass::Free, now));
+            assert!(!breaker.succeeded(Pass::Free, false), "it says what it has");
+        }
+        assert!(fail(&mut breaker, Pass::Free, now));
+        let later = now + FIRST_PAUSE;
+        assert_eq!(breaker.allows(later), Some(Pass::Probe));
+        assert!(!breaker.succeeded(Pass::Probe, false), "that is no proof");
+        assert_eq!(breaker.state(), BreakerState::Closed, "but lets the next call find out");
+        assert!(fail(&mut breaker, Pass::Free, later), "which is enough");
+        assert!(breaker.is_open(later + FIRST_PAUSE), "the pause doubled");
+        assert_eq!(breaker.allows(later + FIRST_PAUSE * 2), Some(Pass::Probe));
+        assert!(!breaker.succeeded(Pass::Probe, false));
+        breaker.succeeded(Pass::Free, true);
+        assert!(!fail(&mut breaker, Pass::Free, later), "a page that came makes good");
     }
 
     #[test]

@@ -11,6 +11,12 @@ use smallvec::SmallVec;
 #[derive(Debug, Default)]
 pub(crate) struct CancelSet {
     cancelled: AtomicBool,
+    /// It was called off because its time was over.
+    expired: AtomicBool,
+    /// Some page has come.
+    served: AtomicBool,
+    /// A backend was blamed for the time.
+    blamed: AtomicBool,
     calls: Mutex<SmallVec<[Arc<AtomicU32>; 8]>>,
     called_off: Condvar,
 }
@@ -26,7 +32,26 @@ impl CancelSet {
         self.called_off.notify_all();
     }
 
-    /// Whether `cancel` was called.
+    /// As `cancel`, because those who wanted it have waited as long as they do.
+    pub fn expire(&self) {
+        self.expired.store(true, Ordering::Release);
+        self.cancel();
+    }
+
+    /// Some page has come: whoever delivered it was slow at worst.
+    pub fn serve(&self) {
+        self.served.store(true, Ordering::Release);
+    }
+
+    /// Whether a call that was called off is to blame for it: the time was over and nothing had come. True once, since calls that run side
+    /// by side are one experience.
+    pub fn blame(&self) -> bool {
+        self.expired.load(Ordering::Acquire)
+            && !self.served.load(Ordering::Acquire)
+            && !self.blamed.swap(true, Ordering::AcqRel)
+    }
+
+    /// Whether it was called off.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }
@@ -62,6 +87,18 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    #[test]
+    fn one_call_is_to_blame_when_the_time_is_over_and_nothing_has_come() {
+        let (abandoned, expired, served) = (CancelSet::default(), CancelSet::default(), CancelSet::default());
+        abandoned.cancel();
+        expired.expire();
+        served.serve();
+        served.expire();
+        assert!(expired.is_cancelled());
+        assert_eq!([&abandoned, &expired, &served].map(CancelSet::blame), [false, true, false]);
+        assert!(!expired.blame(), "once");
+    }
 
     #[test]
     fn cancelling_reaches_calls_before_and_after_and_those_who_sleep() {
