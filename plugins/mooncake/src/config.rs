@@ -10,6 +10,7 @@ pub const SCHEMA: &str = r#"{
   "$schema": "https://json-schema.org/draft/2020-12/schema",
   "type": "object",
   "additionalProperties": false,
+  "x-key-schemes": ["kvdock", "sglang"],
   "properties": {
     "master_server_address": {
       "type": "string", "minLength": 1,
@@ -66,6 +67,14 @@ pub const SCHEMA: &str = r#"{
     "soft_pin_ttl": {
       "type": "integer", "minimum": 1,
       "description": "Seconds for which such a pin holds. Default: the master's."
+    },
+    "hard_pin": {
+      "type": "boolean",
+      "description": "Stored pages are never evicted; a store that is full of them takes nothing more. Default: false."
+    },
+    "prefer_alloc_in_same_node": {
+      "type": "boolean",
+      "description": "Segments of this host take pages first. Default: false."
     },
     "enable_group_semantics": {
       "type": "boolean",
@@ -129,6 +138,10 @@ pub struct Config {
     pub soft_pin: bool,
     /// For so many seconds.
     pub soft_pin_ttl: Option<u64>,
+    /// Pages are never evicted.
+    pub hard_pin: bool,
+    /// Segments of this host take pages first.
+    pub same_node: bool,
     /// Pages of one key form a group.
     pub groups: bool,
     /// Segments that are tried first.
@@ -170,6 +183,8 @@ impl Config {
             replicas: 1,
             soft_pin: false,
             soft_pin_ttl: None,
+            hard_pin: false,
+            same_node: false,
             groups: false,
             preferred: Vec::new(),
             prefer_own: false,
@@ -217,6 +232,8 @@ impl Config {
                 "replica_num" => config.replicas = number(1, 16)?,
                 "soft_pin" => config.soft_pin = switch()?,
                 "soft_pin_ttl" => config.soft_pin_ttl = Some(number(1, u64::MAX / 1000)?),
+                "hard_pin" => config.hard_pin = switch()?,
+                "prefer_alloc_in_same_node" => config.same_node = switch()?,
                 "enable_group_semantics" => config.groups = switch()?,
                 "preferred_segments" => {
                     let list = value.as_array().map(|list| list.iter().map(|item| item.as_str().map(str::to_owned)));

@@ -5,27 +5,31 @@
 mod config;
 pub mod data;
 pub mod limit;
+mod linker;
 mod member;
 pub mod metadata;
-mod names;
+pub mod names;
 mod net;
 pub mod rpc;
 pub mod serve;
-mod store;
+pub mod store;
 pub mod wire;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvdock_plugin_api::v0_1::Stats;
 use kvdock_plugin_api::{
-    Backend, Batch, Call, Capabilities, ClearScope, Error, ErrorKind, Exists, Get, Health, NoLinker, Open, Pool,
+    Backend, Batch, Call, Capabilities, ClearScope, Error, ErrorKind, Exists, Get, Health, LogLevel, Open, Pool,
     Remove, Result, Set, export_plugin,
 };
 
 use config::Config;
 pub use config::SCHEMA;
 use limit::Limit;
+use linker::{Face, MooncakeLinker};
 use member::Member;
+use names::Names;
 use store::Store;
 
 /// Time to start when the host sets none.
@@ -36,28 +40,44 @@ const FIGURES: Duration = Duration::from_secs(2);
 /// The backend: a member of the cluster, and the pages of one namespace.
 #[derive(Debug)]
 pub struct MooncakeBackend {
-    store: Store,
+    store: Arc<Store>,
+    face: Face,
 }
 
 impl Drop for MooncakeBackend {
     fn drop(&mut self) {
+        self.face.close();
         // The heartbeat holds the member too: it has to be told.
         self.store.member.leave();
     }
 }
 
 impl Backend for MooncakeBackend {
-    type Linker = NoLinker<Self>;
+    type Linker = MooncakeLinker;
 
     fn open(open: &Open<'_>) -> Result<Self> {
         let config = Config::read(open)?;
         let identity = open.identity();
         let ranks = u64::from(identity.tp.1) * u64::from(identity.pp.1);
         let limit = Limit::of(open.call(), START);
-        let name = open.instance_name();
-        let member = Member::join(&config, ranks, open.host(), &limit)
-            .map_err(|error| Error { message: format!("storage.{name}: {}", error.message), ..error })?;
-        Ok(MooncakeBackend { store: Store::new(member, config, &identity.namespace) })
+        let named =
+            |error: Error| Error { message: format!("storage.{}: {}", open.instance_name(), error.message), ..error };
+        let names = Names::of(&config.tag, identity, open.cache_mode()).map_err(named)?;
+        let member = Member::join(&config, ranks, open.host(), &limit).map_err(named)?;
+        if names.are_foreign() {
+            let text = "key_scheme = \"sglang\": names bind the model's name, rank and pool, but no weights, element type, layout or page \
+                        size, and objects carry no seal: whoever stores other bytes under them is believed";
+            open.host().log(LogLevel::Warn, "store", text);
+        }
+        let writer = identity.writer || !identity.replicated;
+        let store = Arc::new(Store::new(member, config, names, writer));
+        Ok(MooncakeBackend { store, face: Face::default() })
+    }
+
+    fn capabilities(&self, declared: Capabilities) -> Capabilities {
+        // Names of another engine do not say whose they are.
+        let clear_namespace = declared.clear_namespace && !self.store.names_are_foreign();
+        Capabilities { clear_namespace, ..declared }
     }
 
     fn register_mem_pool_host(&self, pool: &Pool) -> Result<()> {
@@ -109,6 +129,7 @@ impl Backend for MooncakeBackend {
     }
 
     fn close(&self, _call: &Call<'_>) -> Result<()> {
+        self.face.close();
         self.store.member.leave();
         Ok(())
     }
@@ -118,6 +139,8 @@ export_plugin! {
     backend: MooncakeBackend,
     name: "mooncake",
     capabilities: Capabilities {
+        linker: true,
+        ranges: true,
         remove: true,
         clear_namespace: true,
         shared: true,

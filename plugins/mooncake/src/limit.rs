@@ -1,5 +1,6 @@
 //! How long an operation may take.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::Call;
@@ -21,18 +22,24 @@ pub enum Stop {
 pub struct Limit<'a> {
     until: Instant,
     call: Option<&'a Call<'a>>,
+    stop: Option<&'a AtomicBool>,
 }
 
 impl<'a> Limit<'a> {
     /// Time from now.
     pub fn within(time: Duration) -> Limit<'static> {
-        Limit { until: Instant::now() + time, call: None }
+        Limit { until: Instant::now() + time, call: None, stop: None }
     }
 
     /// The time that a call has, at most `most`.
     pub fn of(call: &'a Call<'a>, most: Duration) -> Limit<'a> {
         let time = call.remaining().map_or(most, |left| left.min(most));
-        Limit { until: Instant::now() + time, call: Some(call) }
+        Limit { until: Instant::now() + time, call: Some(call), stop: None }
+    }
+
+    /// The same, but ending also when `stop` becomes true, as a cancelled call does.
+    pub fn stopped_by(self, stop: &'a AtomicBool) -> Limit<'a> {
+        Limit { stop: Some(stop), ..self }
     }
 
     /// The same, but ending in `time` at the latest.
@@ -50,7 +57,7 @@ impl<'a> Limit<'a> {
     /// # Errors
     /// When there is none, or the call was cancelled.
     pub fn left(&self) -> Result<Duration, Stop> {
-        if self.call.is_some_and(Call::is_cancelled) {
+        if self.call.is_some_and(Call::is_cancelled) || self.stop.is_some_and(|stop| stop.load(Ordering::Acquire)) {
             return Err(Stop::Cancelled);
         }
         match self.until.saturating_duration_since(Instant::now()) {
@@ -65,6 +72,6 @@ impl<'a> Limit<'a> {
     /// As [`Limit::left`].
     pub fn slice(&self) -> Result<Duration, Stop> {
         let left = self.left()?;
-        Ok(if self.call.is_some() { left.min(LOOK) } else { left })
+        Ok(if self.call.is_some() || self.stop.is_some() { left.min(LOOK) } else { left })
     }
 }

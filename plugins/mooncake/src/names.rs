@@ -1,45 +1,98 @@
 //! Names of objects. PROTOCOL.md says what they are made of.
 
-use kvdock_plugin_api::{PageKey, Pool};
+mod sglang;
+
+use kvdock_plugin_api::{CacheMode, Error, ErrorKind, Identity, PageKey, Pool, Result};
 use sha2::{Digest, Sha256};
 
-/// What stands before all names of this server's namespace.
+use crate::store::shape::{ObjectShape, Piece};
+pub use sglang::Sglang;
+
+/// How the objects of a namespace are named.
 #[derive(Debug, Clone)]
 pub struct Names {
     prefix: String,
+    /// Another engine's scheme; none for kvdock's own.
+    sglang: Option<Sglang>,
 }
 
 impl Names {
+    /// The names of a worker, below an optional tag. The host says in the identity when they are to be another engine's.
+    ///
+    /// # Errors
+    /// When the scheme is not known, or can't name the pages of this worker.
+    pub fn of(tag: &str, identity: &Identity, mode: CacheMode) -> Result<Names> {
+        let bound: serde_json::Value = serde_json::from_str(&identity.namespace_json).unwrap_or_default();
+        match bound.get("key_scheme").and_then(serde_json::Value::as_str) {
+            None | Some("kvdock") => Ok(Names::new(tag, &identity.namespace)),
+            Some("sglang") => {
+                let sglang = Sglang::of(identity, mode)?;
+                Ok(Names { prefix: sglang.prefix(tag, identity), sglang: Some(sglang) })
+            }
+            Some(other) => Err(Error::new(
+                ErrorKind::InvalidConfig,
+                format!("key_scheme: {other:?} is not known; it takes \"kvdock\" or \"sglang\""),
+            )),
+        }
+    }
+
     /// Names in a namespace, below an optional tag.
     pub fn new(tag: &str, namespace: &[u8; 32]) -> Names {
         let dash = if tag.is_empty() { "" } else { "-" };
         let mut prefix = format!("{tag}{dash}kvdock/");
         hex(&mut prefix, namespace.get(..16).unwrap_or_default());
         prefix.push('/');
-        Names { prefix }
+        Names { prefix, sglang: None }
     }
 
-    /// Of a page of a pool.
-    pub fn page(&self, pool: &str, key: &PageKey) -> String {
-        let mut name = String::with_capacity(self.prefix.len() + pool.len() + 65);
+    /// Whether the names are another engine's: they bind no weights, type or layout, and others store under them too.
+    pub fn are_foreign(&self) -> bool {
+        self.sglang.is_some()
+    }
+
+    /// The objects that a page of a pool is stored as.
+    ///
+    /// # Errors
+    /// When the scheme has no names for the pool, or the pool is not as the other engine has it.
+    pub fn objects(&self, pool: &Pool) -> Result<Vec<ObjectShape>> {
+        match &self.sglang {
+            Some(sglang) => sglang.objects(pool),
+            None if pool.is_logical() => Ok(vec![ObjectShape { label: pool_tag(pool), parts: Vec::new(), len: 1 }]),
+            None => {
+                let segments = pool.segments().iter().enumerate();
+                let parts = segments.map(|(segment, at)| Piece { segment, offset: 0, len: at.len }).collect();
+                Ok(vec![ObjectShape::new(pool_tag(pool), parts)])
+            }
+        }
+    }
+
+    /// Of an object, by its label.
+    pub fn object(&self, label: &str, key: &PageKey) -> String {
+        let mut name = String::with_capacity(self.prefix.len() + label.len() + 65);
         name.push_str(&self.prefix);
-        name.push_str(pool);
-        name.push('/');
-        hex(&mut name, key);
+        if self.sglang.is_some() {
+            hex(&mut name, key);
+            name.push_str(label);
+        } else {
+            name.push_str(label);
+            name.push('/');
+            hex(&mut name, key);
+        }
         name
     }
 
     /// The group of all pages of a key.
     pub fn group(&self, key: &PageKey) -> String {
-        let mut name = self.prefix.clone();
+        let mut name = if self.sglang.is_some() { sglang::GROUP.to_owned() } else { String::new() };
+        name.push_str(&self.prefix);
         hex(&mut name, key);
         name
     }
 
-    /// A regular expression for all names of the namespace, and for no other.
-    pub fn all(&self) -> String {
+    /// A regular expression for all names of the namespace, and for no other. None where the names do not say whose they are.
+    pub fn all(&self) -> Option<String> {
         // A tag may have dots; everything else stands for itself.
-        format!("^{}.*", self.prefix.replace('.', "\\."))
+        (!self.are_foreign()).then(|| format!("^{}.*", self.prefix.replace('.', "\\.")))
     }
 }
 
@@ -55,7 +108,7 @@ fn hex(out: &mut String, bytes: &[u8]) {
 
 /// What a pool is called in names: up to 20 characters of its own name, and a digest of all that shapes its pages. So pages of another
 /// layout, type or size are never found.
-pub fn pool_tag(pool: &Pool) -> String {
+fn pool_tag(pool: &Pool) -> String {
     let mut digest = Sha256::new();
     for text in [pool.name(), pool.layout(), pool.dtype().as_str()] {
         digest.update((text.len() as u64).to_le_bytes());
@@ -80,11 +133,11 @@ mod tests {
     #[test]
     fn names_bind_tag_namespace_pool_and_key() {
         let names = Names::new("", &[0xab; 32]);
-        let name = names.page("kv-01020304", &[7; 32]);
+        let name = names.object("kv-01020304", &[7; 32]);
         assert_eq!(name, format!("kvdock/{}/kv-01020304/{}", "ab".repeat(16), "07".repeat(32)));
         assert!(name.len() < 256, "one byte says its length");
         let tagged = Names::new("a.b", &[0xab; 32]);
-        assert!(tagged.page("kv", &[7; 32]).starts_with("a.b-kvdock/abab"));
-        assert_eq!(tagged.all(), format!("^a\\.b-kvdock/{}/.*", "ab".repeat(16)));
+        assert!(tagged.object("kv", &[7; 32]).starts_with("a.b-kvdock/abab"));
+        assert_eq!(tagged.all().unwrap(), format!("^a\\.b-kvdock/{}/.*", "ab".repeat(16)));
     }
 }

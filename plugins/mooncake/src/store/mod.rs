@@ -3,87 +3,79 @@
 mod exists;
 pub mod figures;
 mod get;
+mod items;
+pub mod linked;
+mod put;
 mod remove;
+mod session;
 mod set;
+pub mod shape;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::{Batch, Call, Error, ErrorKind, MemoryKind, Pool, Result, Transfer};
+use kvdock_plugin_api::{Call, Error, ErrorKind, LogLevel, MemoryKind, Pool, PoolRole, Result};
 use parking_lot::{Mutex, RwLock};
 
 use crate::config::Config;
 use crate::limit::Limit;
 use crate::member::Member;
-use crate::names::{Names, pool_tag};
+use crate::names::Names;
 use figures::Figures;
+use shape::PoolShape;
 
 /// Time of a call for which the host sets none.
-const CALL_TIME: Duration = Duration::from_secs(60);
+pub(crate) const CALL_TIME: Duration = Duration::from_secs(60);
 /// How long a page that was said to be there and could not be read counts as missing: its owner may be gone, which the master
 /// notices later.
 const FORGET_FAILED: Duration = Duration::from_secs(5);
 /// How many such pages are remembered.
 const MOST_FAILED: usize = 65_536;
+/// Names that one question to the master has at most.
+const MOST_NAMES: usize = 4096;
 
 /// The object of a page without bytes.
 const MARKER: [u8; 1] = *b"1";
 
-/// A registered pool.
-#[derive(Debug, Clone)]
-pub struct PoolInfo {
-    tag: Arc<str>,
-    /// Bytes of the object of a page.
-    len: u64,
-    logical: bool,
-}
-
 /// Pages of one namespace.
 #[derive(Debug)]
 pub struct Store {
+    /// This process in the cluster.
     pub member: Arc<Member>,
+    /// The configuration.
     pub config: Config,
     names: Names,
-    pools: RwLock<HashMap<u32, PoolInfo>>,
+    /// All ranks hold the same bytes, and another one stores them.
+    reads_only: bool,
+    pools: RwLock<HashMap<u32, PoolShape>>,
     failed: Mutex<HashMap<String, Instant>>,
+    /// Held for writing while objects become visible together, and for reading by those who look.
+    commit: RwLock<()>,
+    /// What was counted.
     pub figures: Figures,
 }
 
-/// A page of a batch.
-struct Item<'a> {
-    transfer: &'a Transfer<'a>,
-    number: usize,
-    name: String,
-    len: u64,
-    logical: bool,
-    pieces: std::ops::Range<usize>,
-}
-
-/// The pages of a batch, and the pieces of memory they have.
-struct Items<'a> {
-    list: Vec<Item<'a>>,
-    pieces: Vec<libc::iovec>,
-}
-
-impl Items<'_> {
-    fn pieces(&self, item: &Item<'_>) -> &[libc::iovec] {
-        self.pieces.get(item.pieces.clone()).unwrap_or_default()
-    }
-}
-
 impl Store {
-    /// A store of a namespace.
-    pub fn new(member: Arc<Member>, config: Config, namespace: &[u8; 32]) -> Store {
-        let names = Names::new(&config.tag, namespace);
-        Store { member, config, names, pools: RwLock::default(), failed: Mutex::default(), figures: Figures::default() }
+    /// A store of a namespace. `writer`: this rank stores pages that are the same on all ranks.
+    pub fn new(member: Arc<Member>, config: Config, names: Names, writer: bool) -> Store {
+        Store {
+            member,
+            config,
+            names,
+            reads_only: !writer,
+            pools: RwLock::default(),
+            failed: Mutex::default(),
+            commit: RwLock::default(),
+            figures: Figures::default(),
+        }
     }
 
     /// Takes a pool.
     ///
     /// # Errors
-    /// When its memory is on a device.
+    /// When its memory is on a device, or its pages have no names.
     pub fn register(&self, pool: &Pool) -> Result<()> {
         let on_host = |kind| matches!(kind, MemoryKind::Host | MemoryKind::CudaPinned);
         if !pool.regions().iter().all(|region| on_host(region.memory_kind)) {
@@ -94,10 +86,10 @@ impl Store {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        let logical = pool.is_logical();
-        let len = if logical { MARKER.len() as u64 } else { pool.page_bytes() };
-        let info = PoolInfo { tag: pool_tag(pool).into(), len, logical };
-        self.pools.write().insert(pool.id(), info);
+        let objects = self.names.objects(pool)?;
+        let replicated = pool.is_replicated() || pool.role() == PoolRole::Anchor;
+        let shape = PoolShape::new(pool, objects, self.reads_only && replicated);
+        self.pools.write().insert(pool.id(), shape);
         Ok(())
     }
 
@@ -106,40 +98,17 @@ impl Store {
         self.pools.write().remove(&pool.id());
     }
 
-    fn pool(&self, pool: &Pool) -> Result<PoolInfo> {
-        self.pools.read().get(&pool.id()).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("pool {} ({}) is not registered", pool.id(), pool.name()))
-        })
+    /// Whether the names are another engine's, whose objects lie among this server's own.
+    pub fn names_are_foreign(&self) -> bool {
+        self.names.are_foreign()
     }
 
     fn limit<'a>(call: &'a Call<'a>) -> Limit<'a> {
         Limit::of(call, CALL_TIME)
     }
 
-    fn items<'a, M>(&self, batch: &'a Batch<'a, M>, with_pieces: bool) -> Result<Items<'a>> {
-        let mut items = Items { list: Vec::with_capacity(batch.len()), pieces: Vec::new() };
-        for transfer in batch.transfers() {
-            let info = self.pool(transfer.pool())?;
-            for (number, key) in transfer.keys().iter().enumerate() {
-                let start = items.pieces.len();
-                if with_pieces && info.logical {
-                    // A marker is only ever written.
-                    items
-                        .pieces
-                        .push(libc::iovec { iov_base: MARKER.as_ptr().cast_mut().cast(), iov_len: MARKER.len() });
-                } else if with_pieces {
-                    let page = transfer.pages().get(number).copied();
-                    let page = page.ok_or_else(|| Error::new(ErrorKind::Internal, "the call names no page to move"))?;
-                    for segment in 0..transfer.pool().segments().len() {
-                        let (base, len) = transfer.pool().piece(page, segment)?;
-                        items.pieces.push(libc::iovec { iov_base: base.cast(), iov_len: len });
-                    }
-                }
-                let (name, pieces) = (self.names.page(&info.tag, key), start..items.pieces.len());
-                items.list.push(Item { transfer, number, name, len: info.len, logical: info.logical, pieces });
-            }
-        }
-        Ok(items)
+    fn warn(&self, text: &str) {
+        self.member.host.log(LogLevel::Warn, "store", text);
     }
 
     /// A page could not be read although it was said to be there.

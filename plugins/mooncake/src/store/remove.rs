@@ -3,6 +3,7 @@
 use kvdock_plugin_api::{Batch, Call, ClearScope, Error, ErrorKind, LogLevel, PageStatus, Remove, Result};
 
 use super::Store;
+use super::items::Use;
 use crate::member::{RPC_TIME, error_of};
 use crate::wire::{ErrorCode, rpc};
 
@@ -11,8 +12,9 @@ impl Store {
     pub fn remove(&self, batch: &Batch<'_, Remove>) -> Result<()> {
         let call = *batch.call();
         call.check()?;
-        let items = self.items(batch, false)?;
+        let items = self.items(batch.transfers(), Use::Names)?;
         if items.list.is_empty() {
+            items.settle();
             return Ok(());
         }
         let names = items.list.iter().map(|item| item.name.as_str()).collect();
@@ -26,8 +28,9 @@ impl Store {
                 Err(ErrorCode::OBJECT_NOT_FOUND) => PageStatus::Missing,
                 Err(_) => PageStatus::Failed,
             };
-            item.transfer.finish(item.number, status);
+            item.finish(status);
         }
+        items.settle();
         Ok(())
     }
 
@@ -37,7 +40,10 @@ impl Store {
             // Others keep their objects in the same store.
             return Err(Error::unsupported("clearing what is not of its namespace"));
         }
-        let names = self.names.all();
+        let Some(names) = self.names.all() else {
+            let text = "clearing: with key_scheme = \"sglang\" the names of objects do not say whose they are";
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        };
         let limit = Store::limit(call);
         let request = (names.as_str(), true, self.member.tenant.as_str());
         let removed =

@@ -1,18 +1,17 @@
 //! Storing pages.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::{Batch, Call, Error, ErrorKind, LogLevel, PageStatus, Result, Set};
+use kvdock_plugin_api::{Batch, Error, ErrorKind, LogLevel, PageStatus, Result, Set};
 
-use super::{Item, Items, Store};
-use crate::data::{Job, Operation, Outcome, Peer, transfer};
-use crate::limit::Limit;
+use super::Store;
+use super::items::{Item, Items, Use};
+use super::put::{Begun, Round};
+use crate::limit::{Limit, Stop};
 use crate::member::{RPC_TIME, error_of};
 use crate::rpc::RpcError;
-use crate::wire::types::{ObjectMeta, Place, Replica, ReplicaType, ReplicateConfig};
-use crate::wire::{ErrorCode, rpc};
+use crate::wire::rpc;
 
 /// Pauses before pages are tried again that found no room, no living peer, or somebody else who writes them. The master makes room when it
 /// has been asked in vain.
@@ -23,34 +22,22 @@ const PAUSES: [Duration; 5] = [
     Duration::from_millis(100),
     Duration::from_millis(160),
 ];
-/// What of a call's time is kept for ending puts.
-const ENDING: Duration = Duration::from_millis(200);
-/// The kind of data, as the store counts it: KV cache.
-const KV_CACHE: u8 = 1;
 
-/// How a page fared in a round.
-enum Round {
-    /// It is stored.
-    Stored,
-    /// It is stored, or being stored, by somebody else.
-    Exists,
-    /// No segment has room.
-    Full,
-    /// The peer that was to take it does not.
-    PeerFailed(String),
-    /// It will not be stored.
-    Failed(String),
-    /// The time is over.
-    Stopped,
+/// When objects become visible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Commit {
+    /// Each as soon as it is stored.
+    Each,
+    /// All at the end, or none.
+    Together,
 }
 
-/// A page that the master has given room to.
-struct Begun<'a> {
-    item: &'a Item<'a>,
-    round: Round,
-    /// Its put may not be taken back: somebody may still write to its range.
-    in_doubt: bool,
-    on_disk: bool,
+/// What has become of objects that are stored together, so far.
+#[derive(Default)]
+struct Progress<'a> {
+    /// Those whose bytes are in place and whose puts have not ended.
+    written: Vec<Begun<'a>>,
+    error: Option<Error>,
 }
 
 impl Store {
@@ -65,27 +52,12 @@ impl Store {
     fn set_pages(&self, batch: &Batch<'_, Set>) -> Result<()> {
         let call = *batch.call();
         call.check()?;
-        let items = self.items(batch, true)?;
-        let mut first: HashMap<&str, usize> = HashMap::with_capacity(items.list.len());
-        let (mut open, mut twins) = (Vec::new(), Vec::new());
-        for (at, item) in items.list.iter().enumerate() {
-            match first.get(item.name.as_str()) {
-                Some(twin) => twins.push((at, *twin)),
-                None => {
-                    first.insert(&item.name, at);
-                    open.push(item);
-                }
-            }
-        }
-        let error = self.set_items(&items, open, &call);
-        for (at, twin) in twins {
-            if let (Some(item), Some(twin)) = (items.list.get(at), items.list.get(twin)) {
-                item.transfer.finish(item.number, twin.transfer.status(twin.number));
-            }
-        }
+        let items = self.items(batch.transfers(), Use::Write)?;
+        let error = self.set_items(&items, Commit::Each, &Store::limit(&call)).error;
+        items.settle();
         call.check()?;
         // A call of which a part was stored is a success: each page has its status.
-        let any = items.list.iter().any(|item| item.transfer.status(item.number) == PageStatus::Ok);
+        let any = items.list.iter().any(|item| item.status() == PageStatus::Ok);
         match error {
             Some(error) if !any => Err(error),
             Some(error) => {
@@ -96,31 +68,129 @@ impl Store {
         }
     }
 
-    fn set_items<'a>(&self, items: &Items<'_>, mut open: Vec<&'a Item<'a>>, call: &Call<'_>) -> Option<Error> {
-        let limit = Store::limit(call);
+    /// Stores objects so that all of them become visible, by one call to the master and in their order, or none. What is stored already stays.
+    ///
+    /// # Errors
+    /// Why none of them was stored.
+    pub(super) fn set_together(&self, items: &Items<'_>, limit: &Limit<'_>) -> Result<()> {
+        let Progress { mut written, error } = self.set_items(items, Commit::Together, limit);
+        if let Some(error) = error {
+            self.give_up(items, &written, limit);
+            return Err(error);
+        }
+        if let Err(stop) = limit.left() {
+            self.give_up(items, &written, limit);
+            return Err(error_of(&RpcError::Stopped(stop)));
+        }
+        // The master ends one put after the other. Nobody of this process looks meanwhile; another one may find a shorter prefix for a moment.
+        let _alone = self.commit.write();
+        // A segment may have been taken back meanwhile, and with it the room: what was stored beside it is removed again.
+        self.end(&mut written, limit);
+        let bad = |page: &&Begun<'_>| !matches!(page.round, Round::Stored);
+        if let Some(page) = written.iter().find(bad) {
+            let why = match &page.round {
+                Round::PeerFailed(why) | Round::Failed(why) => why.clone(),
+                _ => "the time was over before the puts had ended".to_owned(),
+            };
+            self.remove_stored(&written, limit);
+            items.list.iter().for_each(|item| item.finish(PageStatus::Failed));
+            return Err(Error::new(ErrorKind::Unavailable, why).retryable());
+        }
+        for page in &written {
+            self.note_good(&page.item.name);
+            page.item.finish(PageStatus::Ok);
+        }
+        self.finish_twins(items);
+        Ok(())
+    }
+
+    fn give_up(&self, items: &Items<'_>, written: &[Begun<'_>], limit: &Limit<'_>) {
+        self.revoke_all(written.iter(), limit);
+        for item in items.list.iter().filter(|item| item.status() != PageStatus::Ok) {
+            item.finish(PageStatus::Failed);
+        }
+    }
+
+    fn remove_stored(&self, written: &[Begun<'_>], limit: &Limit<'_>) {
+        let stored = written.iter().filter(|page| matches!(page.round, Round::Stored));
+        let names: Vec<&str> = stored.map(|page| page.item.name.as_str()).collect();
+        let request = (names, true, self.member.tenant.as_str());
+        if let Err(error) = self.member.master.call::<rpc::BatchRemove>(&request, &limit.at_most(RPC_TIME)) {
+            self.warn(&format!("pages that were stored in part could not be removed: {error}"));
+        }
+    }
+
+    fn set_items<'a>(&self, items: &'a Items<'a>, commit: Commit, limit: &Limit<'_>) -> Progress<'a> {
+        let mut seen: HashMap<&str, ()> = HashMap::with_capacity(items.list.len());
+        let mut open: Vec<&Item<'_>> =
+            items.list.iter().filter(|item| seen.insert(item.name.as_str(), ()).is_none()).collect();
+        let mut progress = Progress::default();
+        self.remove_unreadable(&open, limit);
+        if commit == Commit::Together {
+            // Most of what is offloaded a second time is there.
+            match self.settle_existing(open, limit) {
+                Ok(rest) => open = rest,
+                Err(failed) => {
+                    progress.error = Some(error_of(&failed));
+                    return progress;
+                }
+            }
+        }
+        self.set_open(items, open, commit, limit, &mut progress);
+        if commit == Commit::Each {
+            self.finish_twins(items);
+        }
+        progress
+    }
+
+    /// A key may come twice: both get the status.
+    fn finish_twins(&self, items: &Items<'_>) {
+        let mut known: HashMap<&str, PageStatus> = HashMap::with_capacity(items.list.len());
+        for item in &items.list {
+            match known.get(item.name.as_str()) {
+                Some(status) => item.finish(*status),
+                None => drop(known.insert(&item.name, item.status())),
+            }
+        }
+    }
+
+    fn set_open<'a>(
+        &self,
+        items: &Items<'_>,
+        mut open: Vec<&'a Item<'a>>,
+        commit: Commit,
+        limit: &Limit<'_>,
+        progress: &mut Progress<'a>,
+    ) {
         let mut preferred = self.config.preferred.clone();
         if self.config.prefer_own {
             preferred.extend(self.member.own_endpoint().map(str::to_owned));
         }
         let wished = preferred.len();
-        let mut error = None;
         let mut pauses = PAUSES.iter();
-        self.remove_unreadable(&open, &limit);
         while !open.is_empty() {
-            let begun = match self.set_round(items, &open, &preferred, &limit) {
+            let mut begun = match self.begin(items, &open, &preferred, limit) {
                 Ok(begun) => begun,
                 Err(failed) => {
-                    open.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Failed));
-                    error = Some(error_of(&failed));
-                    break;
+                    open.iter().for_each(|item| item.finish(PageStatus::Failed));
+                    progress.error = Some(error_of(&failed));
+                    return;
                 }
             };
+            self.revoke_failed(&begun, limit);
+            if commit == Commit::Each {
+                self.end(&mut begun, limit);
+            }
             open.clear();
             let mut exists = Vec::new();
             let pause = pauses.next();
             for page in begun {
                 let item = page.item;
                 let (status, why) = match page.round {
+                    Round::Stored if commit == Commit::Together => {
+                        progress.written.push(page);
+                        continue;
+                    }
                     Round::Stored => {
                         self.note_good(&item.name);
                         (PageStatus::Ok, None)
@@ -142,27 +212,38 @@ impl Store {
                     Round::PeerFailed(why) | Round::Failed(why) => {
                         (PageStatus::Failed, Some(Error::new(ErrorKind::Unavailable, why).retryable()))
                     }
-                    Round::Stopped => (PageStatus::Failed, None),
+                    Round::Stopped => (PageStatus::Failed, (commit == Commit::Together).then(|| over(limit))),
                 };
-                item.transfer.finish(item.number, status);
-                if error.is_none() {
-                    error = why;
+                item.finish(status);
+                if progress.error.is_none() {
+                    progress.error = why;
                 }
             }
-            match self.settle_existing(exists, &limit) {
+            match self.settle_existing(exists, limit) {
                 Ok(rest) if pause.is_some() => open.extend(rest),
-                Ok(rest) => rest.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Refused)),
-                Err(failed) => error = error.or(Some(error_of(&failed))),
+                Ok(rest) => {
+                    rest.iter().for_each(|item| item.finish(PageStatus::Refused));
+                    if let Some(item) = rest.first().filter(|_| commit == Commit::Together) {
+                        let text = format!("object {}: somebody else is writing it", item.name);
+                        progress.error.get_or_insert(Error::new(ErrorKind::Unavailable, text).retryable());
+                    }
+                }
+                Err(failed) => drop(progress.error.get_or_insert(error_of(&failed))),
+            }
+            if commit == Commit::Together && progress.error.is_some() {
+                return;
             }
             if let Some(pause) = pause.filter(|_| !open.is_empty()) {
                 std::thread::sleep((*pause).min(limit.left().unwrap_or_default()));
                 if limit.left().is_err() {
-                    open.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Failed));
-                    break;
+                    open.iter().for_each(|item| item.finish(PageStatus::Failed));
+                    if commit == Commit::Together {
+                        progress.error.get_or_insert(over(limit));
+                    }
+                    return;
                 }
             }
         }
-        error
     }
 
     /// Pages that could not be read a moment ago, for their owner is gone, stand in the way of what is stored now: the master goes on
@@ -188,190 +269,17 @@ impl Store {
         let request = (names, self.member.tenant.as_str());
         let found = self.member.master.call::<rpc::BatchExistKey>(&request, &limit.at_most(RPC_TIME));
         let found = found.inspect_err(|_| {
-            exists.iter().for_each(|item| item.transfer.finish(item.number, PageStatus::Failed));
+            exists.iter().for_each(|item| item.finish(PageStatus::Failed));
         })?;
         let (stored, rest): (Vec<_>, Vec<_>) = exists.into_iter().zip(found).partition(|(_, found)| *found == Ok(true));
-        stored.iter().for_each(|(item, _)| item.transfer.finish(item.number, PageStatus::Ok));
+        stored.iter().for_each(|(item, _)| item.finish(PageStatus::Ok));
         Ok(rest.into_iter().map(|(item, _)| item).collect())
     }
+}
 
-    fn replicate_config(&self, open: &[&Item<'_>], preferred: &[String]) -> ReplicateConfig {
-        let config = &self.config;
-        let group = |item: &&Item<'_>| item.transfer.keys().get(item.number).map(|key| self.names.group(key));
-        ReplicateConfig {
-            replica_num: config.replicas,
-            soft_pin_action: u8::from(config.soft_pin),
-            soft_pin_ttl_ms: config.soft_pin_ttl.map(|seconds| seconds.saturating_mul(1000)),
-            preferred_segments: preferred.to_vec(),
-            data_type: KV_CACHE,
-            host_id: self.member.lent.as_ref().map_or_else(String::new, |lent| lent.segment.host_id.clone()),
-            group_ids: config.groups.then(|| open.iter().filter_map(group).collect()),
-            ..ReplicateConfig::default()
-        }
-    }
-
-    /// Asks for room, moves the bytes, ends the puts. The error is that nothing could be begun.
-    fn set_round<'a>(
-        &self,
-        items: &Items<'_>,
-        open: &[&'a Item<'a>],
-        preferred: &[String],
-        limit: &Limit<'_>,
-    ) -> Result<Vec<Begun<'a>>, RpcError> {
-        let member = &self.member;
-        let tenant = member.tenant.as_str();
-        let names = open.iter().map(|item| item.name.as_str()).collect();
-        let sizes = open.iter().map(|item| item.len).collect();
-        let request = (member.id, names, sizes, self.replicate_config(open, preferred), tenant);
-        let started = member.master.call::<rpc::BatchPutStart>(&request, &limit.at_most(RPC_TIME));
-        let started = started.inspect_err(|error| {
-            if matches!(error, RpcError::Stopped(_) | RpcError::Lost(_)) {
-                // They may have begun.
-                member.revoke_later(open.iter().map(|item| item.name.clone()), ReplicaType::ALL);
-            }
-        })?;
-        let mut begun: Vec<Begun<'a>> = Vec::with_capacity(open.len());
-        let mut replicas: Vec<(usize, Replica)> = Vec::new();
-        let mut to_end = Vec::new();
-        for (item, started) in open.iter().zip(started) {
-            let mut page = Begun { item, round: Round::Stored, in_doubt: false, on_disk: false };
-            match started {
-                Ok(list) => {
-                    to_end.push(begun.len());
-                    for replica in list {
-                        match replica.place {
-                            Place::Memory(_) => replicas.push((begun.len(), replica)),
-                            // Files that other hosts may not see are left to others; their part of the put is taken back.
-                            _ => page.on_disk = true,
-                        }
-                    }
-                    if !replicas.iter().any(|(number, _)| *number == begun.len()) {
-                        page.round = Round::Failed(format!("object {}: the master gave no room in memory", item.name));
-                    }
-                }
-                Err(ErrorCode::OBJECT_ALREADY_EXISTS) => page.round = Round::Exists,
-                Err(ErrorCode::NO_AVAILABLE_HANDLE) => page.round = Round::Full,
-                Err(code) => page.round = Round::Failed(format!("object {}: {code}", item.name)),
-            }
-            begun.push(page);
-        }
-        // The end of the puts is part of the call's time too.
-        let left = limit.left().unwrap_or_default();
-        let moving = limit.at_most(left.saturating_sub(ENDING.min(left / 4)));
-        self.write(items, &mut begun, &replicas, &moving);
-        self.end(&mut begun, &to_end, limit);
-        Ok(begun)
-    }
-
-    fn write(&self, items: &Items<'_>, begun: &mut [Begun<'_>], replicas: &[(usize, Replica)], limit: &Limit<'_>) {
-        let mut jobs = Vec::new();
-        let mut owners = Vec::new();
-        let mut peers: HashMap<&str, Arc<Peer>> = HashMap::new();
-        for (number, replica) in replicas {
-            let (Place::Memory(memory), Some(page)) = (&replica.place, begun.get_mut(*number)) else { continue };
-            let buffer = &memory.buffer;
-            let pieces = items.pieces(page.item);
-            if buffer.size != page.item.len {
-                let (name, len) = (&page.item.name, page.item.len);
-                page.round = Round::Failed(format!("object {name}: {len} bytes were given {}", buffer.size));
-                continue;
-            }
-            match &self.member.lent {
-                Some(lent) if lent.segment.endpoint == buffer.endpoint => {
-                    // SAFETY: the host does not write source pages of a call, and the marker is a constant.
-                    if let Err(error) = unsafe { lent.memory.write(buffer.address, pieces) } {
-                        page.round = Round::Failed(format!("object {}: {error}", page.item.name));
-                    }
-                }
-                _ => {
-                    let peer = peers.entry(&buffer.endpoint).or_insert_with(|| self.member.peers.get(&buffer.endpoint));
-                    jobs.push(Job { peer: peer.clone(), address: buffer.address, len: buffer.size, pieces });
-                    owners.push(*number);
-                }
-            }
-        }
-        // SAFETY: as above.
-        let outcomes = unsafe { transfer(&self.member.peers, Operation::Write, &jobs, limit) };
-        for (number, outcome) in owners.into_iter().zip(outcomes) {
-            let Some(page) = begun.get_mut(number) else { continue };
-            match outcome {
-                Outcome::Moved => {}
-                Outcome::Rejected(why) | Outcome::PeerFailed(why) => {
-                    if !matches!(page.round, Round::Stopped) {
-                        page.round = Round::PeerFailed(why);
-                    }
-                }
-                Outcome::Stopped { in_doubt, .. } => {
-                    page.round = Round::Stopped;
-                    page.in_doubt |= in_doubt;
-                }
-            }
-        }
-    }
-
-    /// Ends the puts that went well and takes back the others.
-    fn end(&self, begun: &mut [Begun<'_>], to_end: &[usize], limit: &Limit<'_>) {
-        let member = &self.member;
-        let tenant = member.tenant.as_str();
-        let (mut good, mut bad, mut disk) = (Vec::new(), Vec::new(), Vec::new());
-        for number in to_end {
-            let Some(page) = begun.get(*number) else { continue };
-            let name = page.item.name.as_str();
-            match page.round {
-                Round::Stored => good.push(*number),
-                // A peer may still be taking bytes: the range must not be given to anybody else until the master gives the put up.
-                _ if page.in_doubt => {}
-                _ => bad.push(name),
-            }
-            if page.on_disk && !page.in_doubt {
-                disk.push(name);
-            }
-        }
-        self.revoke(&bad, ReplicaType::ALL, limit);
-        if !good.is_empty() {
-            let metas = good.iter().filter_map(|number| begun.get(*number));
-            let metas = metas.map(|page| ObjectMeta { key: &page.item.name, checksum: None }).collect();
-            let request = (member.id, metas, ReplicaType::ALL, tenant);
-            let ended = member.master.call::<rpc::BatchPutEnd>(&request, &limit.at_most(RPC_TIME));
-            match ended {
-                Ok(ended) => {
-                    for (number, ended) in good.iter().zip(ended) {
-                        let (Some(page), Err(code)) = (begun.get_mut(*number), ended) else { continue };
-                        let why = format!("object {}: {code}", page.item.name);
-                        page.round = match code {
-                            // Its segment was taken back meanwhile.
-                            ErrorCode::OBJECT_NOT_FOUND => Round::PeerFailed(why),
-                            _ => Round::Failed(why),
-                        };
-                    }
-                }
-                Err(error) => {
-                    // All bytes are in place, so nobody writes any more: it may be taken back, or have ended.
-                    let names = good.iter().filter_map(|number| begun.get(*number)).map(|page| page.item.name.clone());
-                    member.revoke_later(names.collect::<Vec<_>>(), ReplicaType::ALL);
-                    for number in &good {
-                        let Some(page) = begun.get_mut(*number) else { continue };
-                        page.round = match error {
-                            RpcError::Stopped(_) => Round::Stopped,
-                            _ => Round::Failed(error.to_string()),
-                        };
-                    }
-                }
-            }
-        }
-        let disk: Vec<&str> = disk;
-        self.revoke(&disk, ReplicaType::DISK, limit);
-    }
-
-    fn revoke(&self, names: &[&str], kind: ReplicaType, limit: &Limit<'_>) {
-        if names.is_empty() {
-            return;
-        }
-        let request = (self.member.id, names.to_vec(), kind, self.member.tenant.as_str());
-        if self.member.master.call::<rpc::BatchPutRevoke>(&request, &limit.at_most(RPC_TIME)).is_err() {
-            self.member.revoke_later(names.iter().map(|name| (*name).to_owned()), kind);
-        }
-    }
+/// Why an operation ends before it is done.
+fn over(limit: &Limit<'_>) -> Error {
+    error_of(&RpcError::Stopped(limit.left().err().unwrap_or(Stop::TimedOut)))
 }
 
 fn no_space(address: &str) -> Error {
