@@ -74,10 +74,11 @@ impl Store {
     ) -> Result<Vec<Begun<'a>>, RpcError> {
         let member = &self.member;
         let tenant = member.tenant.as_str();
+        limit.left().map_err(RpcError::Stopped)?;
         let names = open.iter().map(|item| item.name.as_str()).collect();
         let sizes = open.iter().map(|item| item.len).collect();
         let request = (member.id, names, sizes, self.replicate_config(open, preferred), tenant);
-        let started = member.master.call::<rpc::BatchPutStart>(&request, &limit.at_most(RPC_TIME));
+        let started = member.master.call::<rpc::BatchPutStart>(&request, &limit.patient().at_most(RPC_TIME));
         let started = started.inspect_err(|error| {
             if matches!(error, RpcError::Stopped(_) | RpcError::Lost(_)) {
                 // They may have begun.
@@ -197,7 +198,7 @@ impl Store {
             let metas = good.iter().filter_map(|number| begun.get(*number));
             let metas = metas.map(|page| ObjectMeta { key: &page.item.name, checksum: None }).collect();
             let request = (member.id, metas, ReplicaType::ALL, tenant);
-            let ended = member.master.call::<rpc::BatchPutEnd>(&request, &limit.at_most(RPC_TIME));
+            let ended = member.master.call::<rpc::BatchPutEnd>(&request, &limit.patient().at_most(RPC_TIME));
             match ended {
                 Ok(ended) => {
                     for (number, ended) in good.iter().zip(ended) {
@@ -233,7 +234,7 @@ impl Store {
             return;
         }
         let request = (self.member.id, names.to_vec(), kind, self.member.tenant.as_str());
-        if self.member.master.call::<rpc::BatchPutRevoke>(&request, &limit.at_most(RPC_TIME)).is_err() {
+        if self.member.master.call::<rpc::BatchPutRevoke>(&request, &limit.patient().at_most(RPC_TIME)).is_err() {
             self.member.revoke_later(names.iter().map(|name| (*name).to_owned()), kind);
         }
     }
