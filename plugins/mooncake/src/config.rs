@@ -1,5 +1,6 @@
 //! The configuration `storage.<instance>.*`, and the files and environment variables that other clients of the store read.
 
+mod rdma;
 mod sources;
 
 use kvdock_plugin_api::{Error, ErrorKind, Open, Result};
@@ -22,11 +23,11 @@ pub const SCHEMA: &str = r#"{
     },
     "protocol": {
       "type": "string",
-      "description": "What moves the bytes. This version has tcp. Default: tcp."
+      "description": "What moves the bytes: tcp, or rdma, which needs libibverbs and a network card for it; all members of a cluster use the same. Default: tcp."
     },
     "device_name": {
       "type": "string",
-      "description": "Network devices for rdma; tcp needs none. Default: none."
+      "description": "Network devices for rdma, with commas, such as \"mlx5_0,mlx5_1\"; or a JSON object from the numbers of tensor-parallel ranks to such lists. tcp needs none. MC_GID_INDEX, MC_IB_PORT, MC_IB_SL, MC_IB_TC, MC_SLICE_SIZE and MC_RETRY_CNT count as with other clients. Default: all that have an active port."
     },
     "local_hostname": {
       "type": "string", "minLength": 1,
@@ -124,6 +125,10 @@ pub struct Config {
     pub port: u16,
     /// Bytes that the whole server lends.
     pub segment: u64,
+    /// Settings of RDMA; none where TCP moves the bytes.
+    pub rdma: Option<kvdock_rdma::Config>,
+    /// Network devices, as they were given.
+    pub device_name: String,
     /// Tenant.
     pub tenant: String,
     /// In front of all names.
@@ -165,8 +170,12 @@ impl Config {
         let name = open.instance_name();
         let given: Map<String, Value> = serde_json::from_str(open.config_json())
             .map_err(|error| fail(name, "", &format!("the configuration is no JSON object: {error}")))?;
-        let whole = sources::complete(name, given, &|name| std::env::var(name).ok())?;
-        Config::parse(name, &whole)
+        let variable = |name: &str| std::env::var(name).ok();
+        let mut config = Config::parse(name, &sources::complete(name, given, &variable)?)?;
+        if config.rdma.is_some() {
+            config.rdma = Some(rdma::settings(name, &config.device_name, open.identity().tp.0.into(), &variable)?);
+        }
+        Ok(config)
     }
 
     fn parse(instance: &str, map: &Map<String, Value>) -> Result<Config> {
@@ -176,6 +185,8 @@ impl Config {
             host: "localhost".to_owned(),
             port: 0,
             segment: 4 << 30,
+            rdma: None,
+            device_name: String::new(),
             tenant: "default".to_owned(),
             tag: String::new(),
             metrics_port: 9003,
@@ -205,8 +216,8 @@ impl Config {
                 "metadata_server" => config.metadata = text("\"P2PHANDSHAKE\" or a URL")?,
                 "protocol" => match value.as_str() {
                     Some("tcp") => {}
-                    Some("rdma") => return Err(bad("\"tcp\": rdma is not in this version")),
-                    _ => return Err(bad("\"tcp\"")),
+                    Some("rdma") => config.rdma = Some(kvdock_rdma::Config::default()),
+                    _ => return Err(bad("\"tcp\" or \"rdma\"")),
                 },
                 "local_hostname" => {
                     (config.host, config.port) =
@@ -245,7 +256,8 @@ impl Config {
                 "master_connections" => config.master_connections = number(1, 16)? as usize,
                 "serve_threads" => config.serve_threads = number(1, 64)? as usize,
                 // Of other ways to move bytes; nothing to check.
-                "device_name" | "ssd_offload_path" => drop(text("a text")?),
+                "device_name" => config.device_name = text("names of devices, such as \"mlx5_0,mlx5_1\"")?,
+                "ssd_offload_path" => drop(text("a text")?),
                 "standalone_storage" | "enable_ssd_offload" if flag(value) == Some(false) => {}
                 "client_server_address" if value.as_str() == Some("") => {}
                 "standalone_storage" | "client_server_address" => {

@@ -24,7 +24,7 @@ impl Segment {
         let memory = Arc::new(Memory::new(LEN).unwrap());
         let server = Server::start(memory.clone(), "127.0.0.1", 0, 2).unwrap();
         let name = format!("127.0.0.1:{}", server.handshake_port());
-        let range = Range { addr: memory.base(), length: LEN, name: name.clone() };
+        let range = Range { addr: memory.base(), length: LEN, name: name.clone(), ..Range::default() };
         let mut descriptor = Descriptor::tcp(&name, "127.0.0.1", server.data_port(), vec![range]);
         descriptor.tcp_proto_version = version;
         server.describe(descriptor);

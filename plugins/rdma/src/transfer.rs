@@ -103,6 +103,8 @@ pub enum Outcome {
     Rejected(String),
     /// It failed on every way that was tried.
     Failed(String),
+    /// It was not tried: something is wrong here, not with the peer.
+    Unable(String),
     /// The time was over, or the call cancelled. `in_doubt`: bytes of a write may still be on their way.
     Stopped {
         /// Why.

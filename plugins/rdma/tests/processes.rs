@@ -98,7 +98,7 @@ fn memory_that_is_not_registered_moves_only_inline() {
         assert_eq!(side.peer.get(10, 64), [b'1'; 64]);
         for (operation, len) in [(Operation::Write, 65), (Operation::Read, 1)] {
             let outcome = side.transfer(operation, &[job(len, base)], Duration::from_secs(30));
-            assert!(matches!(&outcome[..], [Outcome::Failed(why)] if why.contains("not registered")), "{outcome:?}");
+            assert!(matches!(&outcome[..], [Outcome::Unable(why)] if why.contains("not registered")), "{outcome:?}");
         }
     });
 }
@@ -277,7 +277,7 @@ fn a_port_that_goes_down_is_not_used_until_it_is_up() {
         assert_eq!(side.write(0, &[1; 100]), Outcome::Moved);
         let fault = faults::file(folder, std::process::id());
         std::fs::write(&fault, "event 10").unwrap();
-        within(30, || matches!(side.write(0, &[1; 100]), Outcome::Failed(_)));
+        within(30, || matches!(side.write(0, &[1; 100]), Outcome::Unable(_)));
         std::fs::write(&fault, "event 9").unwrap();
         within(30, || side.write(0, &[1; 100]) == Outcome::Moved);
     });

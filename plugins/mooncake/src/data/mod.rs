@@ -1,10 +1,12 @@
-//! The data plane: payload between registered pools and the memory of peers, over TCP.
+//! The data plane: payload between registered pools and the memory of peers, over TCP or RDMA.
 
 mod frame;
 mod lane;
 mod peer;
+mod rdma;
 mod transfer;
 
 pub use frame::{Header, Operation, STATUS_OK, STATUS_REJECTED};
 pub use peer::{Peer, Peers};
+pub use rdma::Rdma;
 pub use transfer::{Job, Outcome, transfer};

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::rdma::Rdma;
 use crate::limit::Limit;
 use crate::metadata::{Metadata, PeerInfo};
 use crate::net;
@@ -137,12 +138,25 @@ pub struct Peers {
     known: Mutex<HashMap<String, Arc<Peer>>>,
     /// Connections that one call uses to one peer.
     pub(super) lanes: usize,
+    /// Moves the bytes to peers that it reaches.
+    pub(super) rdma: Option<Rdma>,
 }
 
 impl Peers {
     /// None yet.
     pub fn new(metadata: Metadata, lanes: usize) -> Peers {
-        Peers { metadata, known: Mutex::default(), lanes: lanes.max(1) }
+        Peers { metadata, known: Mutex::default(), lanes: lanes.max(1), rdma: None }
+    }
+
+    /// The same, with RDMA.
+    #[must_use]
+    pub fn with_rdma(self, rdma: Option<Rdma>) -> Peers {
+        Peers { rdma, ..self }
+    }
+
+    /// RDMA, if it is used.
+    pub fn rdma(&self) -> Option<&Rdma> {
+        self.rdma.as_ref()
     }
 
     /// How peers are found.
@@ -176,7 +190,11 @@ impl Peers {
     pub fn drop_dead(&self) {
         self.known.lock().retain(|_, peer| {
             let dead = peer.trouble.lock().as_ref().is_some_and(|trouble| trouble.pause >= PAUSE_LAST);
-            !dead || Arc::strong_count(peer) > 1
+            let goes = dead && Arc::strong_count(peer) == 1;
+            if let Some(rdma) = self.rdma.as_ref().filter(|_| goes) {
+                rdma.transport().forget(&peer.endpoint);
+            }
+            !goes
         });
     }
 }

@@ -32,6 +32,13 @@ pub struct Job<'a> {
     pub pieces: &'a [libc::iovec],
 }
 
+impl<'a> Job<'a> {
+    /// The same job.
+    pub(super) fn again(&self) -> Job<'a> {
+        Job { peer: self.peer.clone(), address: self.address, len: self.len, pieces: self.pieces }
+    }
+}
+
 /// How a job ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
@@ -55,6 +62,15 @@ pub enum Outcome {
 /// # Safety
 /// Until this returns, the pieces of the jobs may be read (for a write) or are this call's alone to write (for a read).
 pub unsafe fn transfer(peers: &Peers, operation: Operation, jobs: &[Job<'_>], limit: &Limit<'_>) -> Vec<Outcome> {
+    match &peers.rdma {
+        // SAFETY: the caller's promise.
+        Some(rdma) => unsafe { rdma.transfer(peers, operation, jobs, limit) },
+        None => over_tcp(peers, operation, jobs, limit),
+    }
+}
+
+/// Moves the jobs over TCP.
+pub(super) fn over_tcp(peers: &Peers, operation: Operation, jobs: &[Job<'_>], limit: &Limit<'_>) -> Vec<Outcome> {
     let mut outcomes: Vec<Option<Outcome>> = jobs.iter().map(|_| None).collect();
     let mut open: Vec<usize> = (0..jobs.len()).collect();
     for round in 0..ROUNDS {
@@ -124,6 +140,14 @@ fn open_lanes(
             return give_up(numbers, &Outcome::PeerFailed(why));
         }
     };
+    if !info.descriptor.speaks_tcp() {
+        let why = format!(
+            "peer {} is reached by rdma alone; set protocol = \"rdma\", as all members of a cluster do, or have it lend its memory over tcp",
+            peer.endpoint()
+        );
+        peer.failed(&why, Duration::ZERO);
+        return give_up(numbers, &Outcome::PeerFailed(why));
+    }
     let (inside, outside): (Vec<usize>, Vec<usize>) = numbers.iter().partition(|number| holds(&info, number));
     give_up(&outside, &Outcome::Rejected(format!("peer {} has no such range", peer.endpoint())));
     let total: u64 = inside.iter().filter_map(|number| jobs.get(*number)).map(|job| job.len).sum();

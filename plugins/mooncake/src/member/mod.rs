@@ -14,7 +14,7 @@ use kvdock_plugin_api::{Error, ErrorKind, Host, LogLevel, Result};
 use parking_lot::{Condvar, Mutex};
 
 use crate::config::Config;
-use crate::data::Peers;
+use crate::data::{Peers, Rdma};
 use crate::limit::{Limit, Stop};
 use crate::metadata::Metadata;
 use crate::rpc::{Client, RpcError};
@@ -50,6 +50,12 @@ pub struct Member {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
+/// RDMA can't be used, which is for the administrator to mend.
+fn unavailable(key: &str, error: &kvdock_rdma::RdmaError) -> Error {
+    let key = if matches!(error, kvdock_rdma::RdmaError::Device { .. }) { "device_name" } else { key };
+    Error::new(ErrorKind::InvalidConfig, format!("{key}: {error}; with protocol = \"tcp\" no RDMA is needed"))
+}
+
 /// What a failed call to the master means to the host.
 pub fn error_of(error: &RpcError) -> Error {
     match error {
@@ -74,13 +80,22 @@ impl Member {
             |connections| Client::new(&config.master, connections).map_err(|why| wrong("master_server_address", why));
         let id = Uuid::random()
             .map_err(|error| Error::new(ErrorKind::Unavailable, format!("no random numbers: {error}")))?;
+        let rdma = match &config.rdma {
+            None => None,
+            Some(settings) => {
+                // A name for who lends nothing; who lends has the one that it is found by.
+                let name = format!("{}:0-{}", config.host, segment::short(&id));
+                let open = kvdock_rdma::Transport::open(settings.clone(), &name);
+                Some(Rdma::new(open.map_err(|error| unavailable("protocol", &error))?))
+            }
+        };
         let mut member = Member {
             host,
             master: master(config.master_connections)?,
             heart: master(1)?,
             id,
             tenant: config.tenant.clone(),
-            peers: Peers::new(metadata, config.lanes),
+            peers: Peers::new(metadata, config.lanes).with_rdma(rdma),
             lent: None,
             state: State::new(host),
             epoch: AtomicU64::new(0),
@@ -175,6 +190,10 @@ impl Member {
                 self.host.log(LogLevel::Info, "member", &error);
             }
             lent.server.stop(DRAIN);
+        }
+        if let Some(rdma) = self.peers.rdma() {
+            // Devices know no requests that are half done; what is under way ends here.
+            rdma.transport().close();
         }
     }
 }

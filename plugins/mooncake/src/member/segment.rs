@@ -6,7 +6,7 @@ use kvdock_plugin_api::{Error, ErrorKind, LogLevel, Result};
 
 use super::{Member, RPC_TIME, error_of};
 use crate::config::Config;
-use crate::data::Peers;
+use crate::data::{Peers, Rdma};
 use crate::limit::Limit;
 use crate::metadata::{Descriptor, Metadata, Range};
 use crate::serve::{Memory, Server};
@@ -16,6 +16,8 @@ use crate::wire::{ErrorCode, Uuid, rpc};
 /// Memory that is lent, the sockets it is reached by, and what the master knows of it.
 #[derive(Debug)]
 pub struct Lent {
+    /// Its registration with RDMA devices, which goes before the memory.
+    _registration: Option<kvdock_rdma::Registration>,
     /// The memory.
     pub memory: Arc<Memory>,
     /// The sockets.
@@ -34,8 +36,10 @@ impl Lent {
         let memory = Memory::new(len)
             .map_err(|error| failed("global_segment_size", format!("{len} bytes can't be set aside: {error}")))?;
         let memory = Arc::new(memory);
-        let server = Server::start(memory.clone(), &config.host, config.port, config.serve_threads)
-            .map_err(|why| failed("local_hostname", why))?;
+        let transport = peers.rdma().map(Rdma::transport);
+        let server =
+            Server::start_with(memory.clone(), &config.host, config.port, config.serve_threads, transport.cloned())
+                .map_err(|why| failed("local_hostname", why))?;
         let id = Uuid::random().map_err(|error| failed("global_segment_size", error.to_string()))?;
         let host = &config.host;
         let bracketed = if host.contains(':') { format!("[{host}]") } else { host.clone() };
@@ -46,8 +50,31 @@ impl Lent {
             Metadata::Peer => place,
             Metadata::Server(_) => format!("{place}-{}", short(&id)),
         };
-        let buffers = vec![Range { addr: memory.base(), length: len, name: name.clone() }];
-        let descriptor = Descriptor::tcp(&name, host, server.data_port(), buffers);
+        let mut registration = None;
+        let descriptor = match transport {
+            None => {
+                let range = Range { addr: memory.base(), length: len, name: name.clone(), ..Range::default() };
+                Descriptor::tcp(&name, host, server.data_port(), vec![range])
+            }
+            Some(transport) => {
+                transport.set_server(&name);
+                let size = usize::try_from(len).unwrap_or(usize::MAX);
+                // SAFETY: the registration is held beside the memory and goes first. Peers may touch the memory at any time: no code of
+                // this crate refers to it.
+                let held = unsafe { transport.register(memory.map(), size, memory.base(), true) }
+                    .map_err(|error| failed("global_segment_size", error.to_string()))?;
+                let range = |piece: kvdock_rdma::Piece| Range {
+                    addr: piece.address,
+                    length: piece.len,
+                    lkey: piece.lkeys,
+                    name: piece.place,
+                    rkey: piece.rkeys,
+                };
+                let buffers = held.pieces().into_iter().map(range).collect();
+                registration = Some(held);
+                Descriptor::rdma(&name, &transport.devices(), transport.priorities(), buffers)
+            }
+        };
         server.describe(descriptor.clone());
         let loopback = host == "localhost" || host.starts_with("127.") || host == "::1";
         let segment = Segment {
@@ -56,10 +83,10 @@ impl Lent {
             base: memory.base(),
             size: len,
             endpoint: name,
-            protocol: "tcp".to_owned(),
+            protocol: if registration.is_some() { "rdma" } else { "tcp" }.to_owned(),
             host_id: if loopback { String::new() } else { host.clone() },
         };
-        Ok(Lent { memory, server, segment, descriptor, host: host.clone() })
+        Ok(Lent { _registration: registration, memory, server, segment, descriptor, host: host.clone() })
     }
 
     /// Tells the metadata server, if there is one.
@@ -71,7 +98,7 @@ impl Lent {
     }
 }
 
-fn short(id: &Uuid) -> String {
+pub(super) fn short(id: &Uuid) -> String {
     id.0.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
 }
 

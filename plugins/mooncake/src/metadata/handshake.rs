@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use kvdock_rdma::{Description, Transport};
 use rustix::event::PollFlags;
 
 use super::Descriptor;
@@ -76,6 +77,26 @@ pub fn answer(kind: Kind, own: &Descriptor) -> Vec<u8> {
         }
     };
     message(kind, &json)
+}
+
+/// The answer of a transport to a peer that asks for a connection of queue pairs.
+pub fn answer_connection(rdma: &Transport, json: &str) -> Vec<u8> {
+    let answer = match serde_json::from_str::<Description>(json) {
+        Ok(request) => rdma.answer(&request),
+        Err(error) => Description::refusal(format!("the question can't be read: {error}")),
+    };
+    message(Kind::Connection, &serde_json::to_string(&answer).unwrap_or_default())
+}
+
+/// Asks a peer for a connection of queue pairs.
+///
+/// # Errors
+/// A text that says why there is no answer.
+pub fn ask_to_connect(host: &str, port: u16, request: &Description, limit: &Limit<'_>) -> Result<Description, String> {
+    let json = serde_json::to_string(request).map_err(|error| error.to_string())?;
+    let reply = exchange(host, port, Kind::Connection, &json, limit)?;
+    let (_, json) = parse(&reply).map_err(|error| format!("{host}:{port}: {error}"))?;
+    serde_json::from_str(json).map_err(|error| format!("{host}:{port} sent an answer that can't be read: {error}"))
 }
 
 /// Asks a peer for its descriptor.

@@ -110,16 +110,18 @@ impl MetadataServer {
             .map_err(|error| format!("metadata server {}: {key} is no descriptor: {error}", self.base))?;
         let host = match &descriptor.tcp_data_host {
             Some(host) if !host.is_empty() => host.clone(),
-            _ => {
-                let key = self.handshake_key(name);
-                let text =
-                    self.get(&key, limit)?.ok_or_else(|| format!("metadata server {} has no {key}", self.base))?;
-                let place: HandshakePlace = serde_json::from_str(&text)
-                    .map_err(|error| format!("metadata server {}: {key} can't be read: {error}", self.base))?;
-                place.ip_or_host_name
-            }
+            _ => self.handshake_place(name, limit)?.0,
         };
         Ok((descriptor, host))
+    }
+
+    /// Host and port at which a peer answers handshakes.
+    pub(super) fn handshake_place(&self, name: &str, limit: &Limit<'_>) -> Result<(String, u16), String> {
+        let key = self.handshake_key(name);
+        let text = self.get(&key, limit)?.ok_or_else(|| format!("metadata server {} has no {key}", self.base))?;
+        let place: HandshakePlace = serde_json::from_str(&text)
+            .map_err(|error| format!("metadata server {}: {key} can't be read: {error}", self.base))?;
+        Ok((place.ip_or_host_name, place.rpc_port))
     }
 
     /// Publishes a peer: where its handshakes are answered, then what it offers.

@@ -7,6 +7,8 @@ mod http;
 pub use descriptor::{Descriptor, Range};
 pub use http::MetadataServer;
 
+use std::sync::Arc;
+
 use crate::limit::Limit;
 use crate::net::split_address;
 
@@ -26,6 +28,8 @@ pub struct PeerInfo {
     pub descriptor: Descriptor,
     /// Host of its data port.
     pub host: String,
+    /// How RDMA reaches it, if it does.
+    pub over_rdma: Option<Arc<kvdock_rdma::Peer>>,
 }
 
 impl Metadata {
@@ -49,6 +53,20 @@ impl Metadata {
         ))
     }
 
+    /// Where a peer answers handshakes, by its name.
+    ///
+    /// # Errors
+    /// A text that says why nothing is known of it.
+    pub fn handshake_place(&self, name: &str, limit: &Limit<'_>) -> Result<(String, u16), String> {
+        match self {
+            Metadata::Peer => {
+                let (host, port) = split_address(name).ok_or_else(|| format!("{name:?} is no address"))?;
+                Ok((host.to_owned(), port))
+            }
+            Metadata::Server(server) => server.handshake_place(name, limit),
+        }
+    }
+
     /// Asks for a peer by the endpoint that stands in a replica.
     ///
     /// # Errors
@@ -63,6 +81,7 @@ impl Metadata {
         };
         descriptor.check()?;
         let host = descriptor.tcp_data_host.clone().filter(|host| !host.is_empty()).unwrap_or(fallback);
-        Ok(PeerInfo { descriptor, host })
+        let over_rdma = descriptor.over_rdma();
+        Ok(PeerInfo { descriptor, host, over_rdma })
     }
 }

@@ -60,6 +60,11 @@ impl Memory {
         self.len
     }
 
+    /// Where it lies in this process.
+    pub(crate) fn map(&self) -> *mut u8 {
+        self.map
+    }
+
     fn offset(&self, address: u64, len: u64) -> Option<u64> {
         let offset = address.checked_sub(self.base)?;
         (len > 0 && offset.checked_add(len)? <= self.len).then_some(offset)

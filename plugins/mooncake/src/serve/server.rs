@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvdock_rdma::Transport;
 use parking_lot::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
@@ -64,9 +65,11 @@ impl Figures {
 #[derive(Debug)]
 struct Shared {
     memory: Arc<Memory>,
-    data: TcpListener,
+    data: Option<TcpListener>,
     greetings: TcpListener,
     descriptor: Mutex<Option<Descriptor>>,
+    /// Moves the bytes in place of the data port.
+    rdma: Option<Arc<Transport>>,
     figures: Figures,
     stop: AtomicBool,
     sessions: AtomicUsize,
@@ -87,12 +90,32 @@ impl Server {
     /// # Errors
     /// When a port can't be bound or a thread started; the text says which.
     pub fn start(memory: Arc<Memory>, host: &str, handshake_port: u16, threads: usize) -> Result<Server, String> {
+        Server::start_with(memory, host, handshake_port, threads, None)
+    }
+
+    /// As [`Server::start`]; where RDMA moves the bytes there is no data port, and peers that ask for connections are answered by the
+    /// transport.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start_with(
+        memory: Arc<Memory>,
+        host: &str,
+        handshake_port: u16,
+        threads: usize,
+        rdma: Option<Arc<Transport>>,
+    ) -> Result<Server, String> {
+        let data = match &rdma {
+            Some(_) => None,
+            None => Some(listen(host, 0).map_err(|error| format!("no data port on {host}: {error}"))?),
+        };
         let shared = Arc::new(Shared {
             memory,
-            data: listen(host, 0).map_err(|error| format!("no data port on {host}: {error}"))?,
+            data,
             greetings: listen(host, handshake_port)
                 .map_err(|error| format!("no handshake port {handshake_port} on {host}: {error}"))?,
             descriptor: Mutex::default(),
+            rdma,
             figures: Figures::default(),
             stop: AtomicBool::new(false),
             sessions: AtomicUsize::new(0),
@@ -114,9 +137,10 @@ impl Server {
         Ok(server)
     }
 
-    /// Port of the data plane.
+    /// Port of the data plane; 0 where it is not TCP.
     pub fn data_port(&self) -> u16 {
-        self.shared.data.local_addr().map_or(0, |address| address.port())
+        let address = self.shared.data.as_ref().and_then(|data| data.local_addr().ok());
+        address.map_or(0, |address| address.port())
     }
     /// Port of handshakes.
     pub fn handshake_port(&self) -> u16 {
@@ -200,7 +224,9 @@ impl Worker {
     fn new(shared: Arc<Shared>, wake: &OwnedFd) -> io::Result<Worker> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let one_of_us = EventFlags::IN | EventFlags::EXCLUSIVE;
-        epoll::add(&epoll, &shared.data, EventData::new_u64(DATA), one_of_us)?;
+        if let Some(data) = &shared.data {
+            epoll::add(&epoll, data, EventData::new_u64(DATA), one_of_us)?;
+        }
         epoll::add(&epoll, &shared.greetings, EventData::new_u64(GREETINGS), one_of_us)?;
         epoll::add(&epoll, wake, EventData::new_u64(WAKE), EventFlags::IN)?;
         Ok(Worker { shared, epoll, sessions: HashMap::new(), next: 0 })
@@ -235,7 +261,8 @@ impl Worker {
 
     fn accept(&mut self, greeting: bool) {
         loop {
-            let listener = if greeting { &self.shared.greetings } else { &self.shared.data };
+            let listener = if greeting { Some(&self.shared.greetings) } else { self.shared.data.as_ref() };
+            let Some(listener) = listener else { return };
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -268,7 +295,10 @@ impl Worker {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let wants = match &mut session.kind {
             Kind::Data(data) => data.step(&session.stream, &self.shared.figures),
-            Kind::Handshake(greeting) => greeting.step(&session.stream, |kind| {
+            Kind::Handshake(greeting) => greeting.step(&session.stream, |kind, json| {
+                if let (handshake::Kind::Connection, Some(rdma)) = (kind, &self.shared.rdma) {
+                    return handshake::answer_connection(rdma, json);
+                }
                 let descriptor = self.shared.descriptor.lock();
                 descriptor.as_ref().map_or_else(Vec::new, |own| handshake::answer(kind, own))
             }),

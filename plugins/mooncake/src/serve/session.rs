@@ -182,7 +182,11 @@ impl HandshakeSession {
     }
 
     /// Moves what can be moved now; `answer` makes the answer to a message.
-    pub fn step(&mut self, mut stream: &TcpStream, answer: impl Fn(handshake::Kind) -> Vec<u8>) -> io::Result<Wants> {
+    pub fn step(
+        &mut self,
+        mut stream: &TcpStream,
+        answer: impl Fn(handshake::Kind, &str) -> Vec<u8>,
+    ) -> io::Result<Wants> {
         loop {
             if let Some((bytes, at)) = &mut self.answer {
                 let rest = bytes.get(*at..).unwrap_or_default();
@@ -229,8 +233,8 @@ impl HandshakeSession {
                 self.body = vec![0; len as usize];
             }
             if self.have >= 8 && self.have - 8 == self.body.len() {
-                let Ok((kind, _)) = handshake::parse(&self.body) else { return Ok(Wants::Close) };
-                self.answer = Some((answer(kind), 0));
+                let Ok((kind, json)) = handshake::parse(&self.body) else { return Ok(Wants::Close) };
+                self.answer = Some((answer(kind, json), 0));
             }
         }
     }

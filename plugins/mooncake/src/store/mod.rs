@@ -89,6 +89,12 @@ impl Store {
         let objects = self.names.objects(pool)?;
         let replicated = pool.is_replicated() || pool.role() == PoolRole::Anchor;
         let shape = PoolShape::new(pool, objects, self.reads_only && replicated);
+        if let Some(rdma) = self.member.peers.rdma().filter(|_| !pool.is_logical()) {
+            rdma.register(pool).map_err(|error| {
+                let text = format!("pool {} ({}): {error}", pool.id(), pool.name());
+                Error::new(ErrorKind::Unavailable, text)
+            })?;
+        }
         self.pools.write().insert(pool.id(), shape);
         Ok(())
     }
@@ -96,6 +102,9 @@ impl Store {
     /// Forgets a pool.
     pub fn unregister(&self, pool: &Pool) {
         self.pools.write().remove(&pool.id());
+        if let Some(rdma) = self.member.peers.rdma() {
+            rdma.unregister(pool);
+        }
     }
 
     /// Whether the names are another engine's, whose objects lie among this server's own.

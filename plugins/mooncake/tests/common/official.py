@@ -16,8 +16,8 @@ def buffer(name, size):
     return kept[name]
 
 
-def setup(host, metadata, segment, master):
-    return store.setup(host, metadata, segment, 64 << 20, "tcp", "", master)
+def setup(host, metadata, segment, master, protocol="tcp"):
+    return store.setup(host, metadata, segment, 64 << 20, protocol, "stand0" if protocol == "rdma" else "", master)
 
 
 def put(key, path):

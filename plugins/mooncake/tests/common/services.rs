@@ -161,6 +161,15 @@ impl Drop for Master {
     }
 }
 
+/// Builds what has the official client find the devices of the stand-in for libibverbs.
+fn device_nodes(folder: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/device_nodes.c");
+    let library = folder.join("device_nodes.so");
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    library
+}
+
 /// A real client in a process of its own, with a segment or without.
 pub struct Official {
     child: Child,
@@ -171,24 +180,27 @@ pub struct Official {
 
 impl Official {
     pub fn start(master: &Master, mode: Mode, segment: u64) -> Official {
+        Official::start_over(master, mode, segment, "tcp")
+    }
+
+    pub fn start_over(master: &Master, mode: Mode, segment: u64, protocol: &str) -> Official {
         let scratch = tempfile::tempdir().unwrap();
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/official.py");
-        let mut child = command(Path::new("python3"), &scratch.path().join("client.log"))
-            .arg(script)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut python = command(Path::new("python3"), &scratch.path().join("client.log"));
+        if protocol == "rdma" {
+            python.env("LD_PRELOAD", device_nodes(scratch.path()));
+        }
+        let mut child = python.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let input = child.stdin.take().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         let mut official = Official { child, input, output, scratch };
         let host = "127.0.0.1";
-        let answer = official.ask(&json!(["setup", host, master.metadata(mode), segment, master.address()]));
+        let answer = official.ask(&json!(["setup", host, master.metadata(mode), segment, master.address(), protocol]));
         assert_eq!(answer, json!(0), "the official client does not start\n{}", official.log());
         official
     }
 
-    fn log(&self) -> String {
+    pub fn log(&self) -> String {
         std::fs::read_to_string(self.scratch.path().join("client.log")).unwrap_or_default()
     }
 

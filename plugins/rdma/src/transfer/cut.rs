@@ -48,7 +48,7 @@ pub fn cut(
     let most = u64::from(transport.config.slice.max(4096));
     let total: u64 = job.pieces.iter().map(|piece| piece.iov_len as u64).sum();
     if total != job.len {
-        return Err(Outcome::Failed(format!("{} bytes are to be moved, and there is memory for {total}", job.len)));
+        return Err(Outcome::Unable(format!("{} bytes are to be moved, and there is memory for {total}", job.len)));
     }
     let outside = || Outcome::Rejected(format!("peer {} has no such range", job.peer.server));
     let mut pieces = job.pieces.iter();
@@ -74,7 +74,7 @@ pub fn cut(
                 Some((region, len)) => (Some(region), len),
                 None if operation == Operation::Write && job.len <= INLINE => (None, want),
                 None => {
-                    return Err(Outcome::Failed("the memory here is not registered with the RDMA devices".to_owned()));
+                    return Err(Outcome::Unable("the memory here is not registered with the RDMA devices".to_owned()));
                 }
             };
             slice.pieces.push(Local { start, len: len as u32, region });

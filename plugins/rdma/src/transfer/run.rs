@@ -207,8 +207,8 @@ impl<'a> Run<'a> {
                 }
             }
         }
-        let why = why.unwrap_or_else(|| "no RDMA device works".to_owned());
-        self.end_job(job, Outcome::Failed(why));
+        let outcome = why.map_or_else(|| Outcome::Unable("no RDMA device works".to_owned()), Outcome::Failed);
+        self.end_job(job, outcome);
         true
     }
 
@@ -305,7 +305,7 @@ impl<'a> Run<'a> {
             connection.broke(&queues, &why);
             match status {
                 verbs::WC_REMOTE_ACCESS => self.end_job(job, Outcome::Rejected(why)),
-                verbs::WC_LOCAL_PROTECTION => self.end_job(job, Outcome::Failed(why)),
+                verbs::WC_LOCAL_PROTECTION => self.end_job(job, Outcome::Unable(why)),
                 _ if tries > self.transport.config.retries => self.end_job(job, Outcome::Failed(why)),
                 _ => self.wait_again(job, number),
             }

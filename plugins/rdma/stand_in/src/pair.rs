@@ -229,6 +229,21 @@ unsafe extern "C" fn ibv_modify_qp(queue: *mut QueuePair, attributes: *mut Queue
 /// # Safety
 /// As in C.
 #[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_qp(
+    queue: *mut QueuePair,
+    attributes: *mut QueueAttributes,
+    _mask: c_int,
+    _init: *mut QueueInit,
+) -> c_int {
+    // SAFETY: a queue pair that `ibv_create_qp` made, and the caller's structure.
+    let (made, attributes) = unsafe { (&*queue.cast::<Made>(), &mut *attributes) };
+    attributes.qp_state = made.pair.state.lock().state;
+    0
+}
+
+/// # Safety
+/// As in C.
+#[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_qp(queue: *mut QueuePair) -> c_int {
     // SAFETY: `ibv_create_qp` made it.
     let mut made = unsafe { Box::from_raw(queue.cast::<Made>()) };
