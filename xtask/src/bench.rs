@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::process::{cargo, command, run as run_command, show};
-use crate::{model, paths, setup};
+use crate::{model, mooncake, paths, setup};
 
 /// Options of `bench`.
 #[derive(Args)]
@@ -26,7 +26,10 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     setup::ensure(&[setup::CC, setup::PIP, setup::NPM, setup::FIO])?;
     let model = model::fetch()?;
     let peers = fetch_llama()?;
-    let packages = ["kvdock", "kvdock-plugin-file", "kvdock-benches"];
+    if let Err(error) = mooncake::fetch() {
+        eprintln!("warning: the real Mooncake services can't be had, their rows are skipped: {error:#}");
+    }
+    let packages = ["kvdock", "kvdock-plugin-file", "kvdock-plugin-mooncake", "kvdock-benches"];
     let mut build = cargo();
     build.args(["build", "--release", "--lib", "--bins", "--examples"]);
     for package in packages {

@@ -1,18 +1,25 @@
 //! The real Mooncake services, for the tests of the Mooncake plugin: published programs from the Python package index.
 
-use std::net::TcpListener;
-use std::path::PathBuf;
-use std::process::ExitCode;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitCode};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
-use crate::paths;
-use crate::process::{command, run, show, succeeds};
-use crate::setup;
+use crate::process::{cargo, command, run, show, succeeds};
+use crate::server::quoted;
+use crate::{model, paths, setup};
 
 const PACKAGE: &str = "mooncake-transfer-engine-non-cuda";
 const RELEASE: &str = "0.3.13.post1";
+/// How long the master may take to listen.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Fetches the programs once and answers the folder they lie in.
 ///
@@ -44,10 +51,48 @@ pub fn fetch() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Fetches etcd once: in it several masters agree who leads. Nothing is installed, for the Debian package would start a service.
+///
+/// # Errors
+/// When there is none and it can't be fetched.
+pub fn fetch_etcd() -> Result<()> {
+    let folder = paths::cache().join("etcd");
+    let program = folder.join("usr/bin/etcd");
+    if succeeds("etcd", &["--version"]) || succeeds(paths::text(&program)?, &["--version"]) {
+        return Ok(());
+    }
+    let by_hand = "install etcd 3.4 or later by hand, so that `etcd` is on the path";
+    if !succeeds("apt-get", &["--version"]) {
+        bail!("etcd is missing and there is no apt-get here; {by_hand}");
+    }
+    std::fs::create_dir_all(paths::cache()).context("can't create the folder of what is fetched")?;
+    let scratch = tempfile::Builder::new().prefix("fetch-").tempdir_in(paths::cache())?;
+    let download = || {
+        let mut apt = command("apt-get");
+        apt.current_dir(scratch.path()).args(["download", "--quiet", "etcd-server"]);
+        apt
+    };
+    eprintln!("fetching the Debian package etcd-server (8 MiB)");
+    if run(&mut download()).is_err() {
+        setup::update_packages()?;
+        run(&mut download()).context(by_hand)?;
+    }
+    let mut packages = std::fs::read_dir(scratch.path())?.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let package = packages.find(|path| path.extension().is_some_and(|extension| extension == "deb"));
+    let unpacked = scratch.path().join("etcd");
+    run(command("dpkg-deb").arg("--extract").arg(package.context("apt-get has left no package")?).arg(&unpacked))?;
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).with_context(|| format!("can't remove {}", folder.display()))?;
+    }
+    std::fs::rename(&unpacked, &folder).with_context(|| format!("can't move etcd to {}", folder.display()))?;
+    run(command(paths::text(&program)?).arg("--version")).context("etcd does not run here")
+}
+
 /// What to do with the services.
 #[derive(Subcommand)]
 pub enum Action {
-    /// Start a master on free ports of this machine, and say how kvdock uses it. It ends with Ctrl-C.
+    /// Start a real master with its metadata server on free ports of this machine, and print a config and a command line of `kvdock serve`
+    /// that use it. Ctrl-C stops it.
     Up(Up),
 }
 
@@ -57,6 +102,19 @@ pub struct Up {
     /// Milliseconds for which pages that were found are kept for reading.
     #[arg(long, default_value_t = 5000)]
     lease: u64,
+    /// Start the master alone: neither build kvdock nor fetch the small model that the command line names.
+    #[arg(long)]
+    master_only: bool,
+    /// More flags of the master.
+    #[arg(last = true)]
+    flags: Vec<String>,
+}
+
+/// Where the services listen, all on 127.0.0.1.
+struct Ports {
+    rpc: u16,
+    metrics: u16,
+    metadata: u16,
 }
 
 /// Runs a command about the services.
@@ -66,30 +124,116 @@ pub struct Up {
 pub fn act(action: &Action) -> Result<ExitCode> {
     let Action::Up(options) = action;
     let folder = fetch()?;
-    let [rpc, metrics, metadata] = free_ports()?;
-    let mut master = command(paths::text(&folder.join("mooncake/mooncake_master"))?);
-    master
-        .arg("--rpc_address=127.0.0.1")
-        .arg(format!("--rpc_port={rpc}"))
-        .arg("--metrics_host=127.0.0.1")
-        .arg(format!("--metrics_port={metrics}"))
-        .arg("--enable_http_metadata_server=true")
-        .arg(format!("--http_metadata_server_port={metadata}"))
-        .arg(format!("--default_kv_lease_ttl={}", options.lease))
-        .arg("--minloglevel=1");
-    let mut child = master.spawn().with_context(|| format!("can't start `{}`", show(&master)))?;
-    println!("Mooncake {RELEASE} listens on 127.0.0.1:{rpc}. Serve with it, in another terminal:\n");
-    println!("  target/release/kvdock serve --set model.path=MODEL --set storage.backend=mooncake \\");
-    println!("      --set storage.mooncake.master_server_address=127.0.0.1:{rpc} \\");
-    println!(
-        "      --set storage.mooncake.master_metrics_port={metrics} --set storage.mooncake.global_segment_size=1GiB\n"
-    );
-    println!(
-        "As metadata server, P2PHANDSHAKE (the default) does, and http://127.0.0.1:{metadata}/metadata. Ctrl-C ends it."
-    );
-    let status = child.wait().context("can't wait for the master")?;
-    // A signal is how it is meant to end.
-    Ok(if status.success() || status.code().is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let model = if options.master_only {
+        None
+    } else {
+        run(cargo().args(["build", "--release", "--package", "kvdock", "--package", "kvdock-plugin-mooncake"]))?;
+        Some(model::fetch()?)
+    };
+    // Before the master starts, so that no signal is lost in between.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
+    let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), options)?;
+    print!("{}", advice(&ports, model.as_deref())?);
+    let pid = Pid::from_child(&master);
+    let handle = signals.handle();
+    let passer = std::thread::spawn(move || {
+        let asked = signals.forever().next().is_some();
+        if asked {
+            // It may have ended by itself.
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        asked
+    });
+    let status = master.wait().context("can't wait for the master")?;
+    handle.close();
+    let asked = passer.join().unwrap_or(false);
+    if asked {
+        println!("the master has stopped");
+        return Ok(ExitCode::SUCCESS);
+    }
+    eprintln!("error: the master ended by itself, with {status}");
+    Ok(ExitCode::FAILURE)
+}
+
+/// Starts a master and waits until it serves.
+fn start(program: &Path, options: &Up) -> Result<(Child, Ports)> {
+    // Ports are free when they are drawn; somebody else may take one before the master does.
+    for _ in 0..3 {
+        let [rpc, metrics, metadata] = free_ports()?;
+        let mut master = command(paths::text(program)?);
+        master
+            .arg("--rpc_address=127.0.0.1")
+            .arg(format!("--rpc_port={rpc}"))
+            .arg("--metrics_host=127.0.0.1")
+            .arg(format!("--metrics_port={metrics}"))
+            .arg("--enable_http_metadata_server=true")
+            .arg(format!("--http_metadata_server_port={metadata}"))
+            .arg(format!("--default_kv_lease_ttl={}", options.lease))
+            .args(["--logtostderr=1", "--minloglevel=1"])
+            .args(&options.flags)
+            // A group of its own: Ctrl-C reaches the master once, through this program.
+            .process_group(0);
+        let mut child = master.spawn().with_context(|| format!("can't start `{}`", show(&master)))?;
+        let began = Instant::now();
+        let is_up = |port: u16| TcpStream::connect(("127.0.0.1", port)).is_ok();
+        while child.try_wait().context("can't ask after the master")?.is_none() {
+            if is_up(rpc) && is_up(metrics) && is_up(metadata) {
+                return Ok((child, Ports { rpc, metrics, metadata }));
+            }
+            if began.elapsed() > PATIENCE {
+                let _ = child.kill();
+                let _ = child.wait();
+                bail!("the master did not listen within {} s", PATIENCE.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+    bail!("the master ended at its start, three times")
+}
+
+/// How kvdock is told of it.
+fn advice(ports: &Ports, model: Option<&Path>) -> Result<String> {
+    let Ports { rpc, metrics, metadata } = ports;
+    let release = paths::release()?;
+    let model = model.map_or(Ok("MODEL.gguf"), paths::text)?;
+    let (program, plugins) = (release.join("kvdock"), quoted(&release)?);
+    Ok(format!(
+        r#"
+Mooncake {RELEASE} listens on 127.0.0.1:{rpc}; its figures are at http://127.0.0.1:{metrics}/metrics/summary
+
+In a config file:
+
+    [storage]
+    backend = "mooncake"
+    plugin_path = [{plugins}]
+
+    [storage.mooncake]
+    master_server_address = "127.0.0.1:{rpc}"
+    metadata_server = "P2PHANDSHAKE"   # or "http://127.0.0.1:{metadata}/metadata", the same for every client
+    master_metrics_port = {metrics}
+    local_hostname = "127.0.0.1"
+    global_segment_size = "1GiB"       # memory that each server lends
+
+Or as one command, in another terminal, and once more with another port to see two servers share their pages:
+
+    {} serve --set model.path={} --set server.port=30000 \
+        --set storage.backend=mooncake --set 'storage.plugin_path=[{plugins}]' \
+        --set storage.mooncake.master_server_address=127.0.0.1:{rpc} \
+        --set storage.mooncake.master_metrics_port={metrics} \
+        --set storage.mooncake.local_hostname=127.0.0.1 --set storage.mooncake.global_segment_size=1GiB \
+        --set cache.prefetch_threshold=16
+
+Ctrl-C stops the master.
+"#,
+        shell(paths::text(&program)?),
+        shell(model),
+    ))
+}
+
+/// A word of a shell's command line.
+fn shell(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%".contains(c);
+    if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Ports that nobody listens on now, all different.
@@ -113,5 +257,21 @@ mod tests {
         let [a, b, c] = free_ports().unwrap();
         assert!(a != b && b != c && a != c);
         assert!(TcpListener::bind(("127.0.0.1", a)).is_ok());
+    }
+
+    #[test]
+    fn the_advice_names_every_port_and_quotes_for_toml_and_shell() {
+        let text =
+            advice(&Ports { rpc: 1111, metrics: 2222, metadata: 3333 }, Some(Path::new("/a b/it's.gguf"))).unwrap();
+        for part in
+            ["127.0.0.1:1111\"", "master_metrics_port = 2222", "http://127.0.0.1:3333/metadata", "=127.0.0.1:1111 "]
+        {
+            assert!(text.contains(part), "{part} is missing in {text}");
+        }
+        assert!(text.contains(r"model.path='/a b/it'\''s.gguf'"), "{text}");
+        let lines: Vec<&str> = text.lines().collect();
+        let config =
+            lines.iter().skip_while(|line| !line.contains("[storage]")).take_while(|line| !line.starts_with("Or "));
+        assert_eq!(config.filter(|line| line.contains('=')).count(), 7);
     }
 }

@@ -127,7 +127,10 @@ impl Drop for Server {
 }
 
 /// `path` as a TOML string.
-fn quoted(path: &Path) -> Result<String> {
+///
+/// # Errors
+/// When it is not UTF-8.
+pub fn quoted(path: &Path) -> Result<String> {
     let text = paths::text(path)?;
     Ok(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"")))
 }

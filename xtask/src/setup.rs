@@ -61,24 +61,43 @@ pub fn ensure(needs: &[Need]) -> Result<()> {
     if !succeeds("apt-get", &["--version"]) {
         bail!("{} is missing and there is no apt-get here; {by_hand}", names.join(" and "));
     }
-    let prefix: &[&str] = if rustix::process::geteuid().is_root() {
-        &[]
-    } else if succeeds("sudo", &["-n", "true"]) {
-        &["sudo", "-n"]
-    } else {
+    let Some(prefix) = as_root() else {
         bail!("{} is missing and installing it needs root; {by_hand}", names.join(" and "));
     };
     eprintln!("{} is missing: installing {} with apt-get", names.join(" and "), packages.join(" "));
     let mut install = vec!["apt-get", "install", "--yes", "--no-install-recommends"];
     install.extend(&packages);
-    for step in [&["apt-get", "update"][..], &install[..]] {
-        let mut line = prefix.iter().chain(step);
-        let Some(program) = line.next() else { continue };
-        // With sudo the variable has to be set on the far side; apt-get asks nothing with --yes anyway.
-        run(command(program).args(line).env("DEBIAN_FRONTEND", "noninteractive"))?;
-    }
+    update_packages()?;
+    run_as_root(prefix, &install)?;
     if let Some(need) = missing.iter().find(|need| !succeeds(need.probe.0, need.probe.1)) {
         bail!("{} still does not work after apt-get installed it; {by_hand}", need.name);
     }
     Ok(())
+}
+
+/// What to put before a command so that it runs as root; none where that can't be.
+fn as_root() -> Option<&'static [&'static str]> {
+    if rustix::process::geteuid().is_root() {
+        Some(&[])
+    } else if succeeds("sudo", &["-n", "true"]) {
+        Some(&["sudo", "-n"])
+    } else {
+        None
+    }
+}
+
+fn run_as_root(prefix: &[&str], step: &[&str]) -> Result<()> {
+    let mut line = prefix.iter().chain(step);
+    let Some(program) = line.next() else { return Ok(()) };
+    // With sudo the variable has to be set on the far side; apt-get asks nothing with --yes anyway.
+    run(command(program).args(line).env("DEBIAN_FRONTEND", "noninteractive"))
+}
+
+/// Has apt-get learn anew which packages there are.
+///
+/// # Errors
+/// When that needs root and this is not, or fails.
+pub fn update_packages() -> Result<()> {
+    let Some(prefix) = as_root() else { bail!("`apt-get update` needs root") };
+    run_as_root(prefix, &["apt-get", "update"])
 }

@@ -35,9 +35,11 @@ pub fn run(options: &Options) -> Result<ExitCode> {
 pub fn set_up(stages: &mut Stages) -> Result<()> {
     stages.stage("tools", || setup::ensure(&[setup::CC, setup::CXX, setup::MAKE, setup::PIP]))?;
     stages.stage("model", model::fetch)?;
-    if let Err(error) = stages.stage("mooncake", mooncake::fetch) {
+    if let Err(error) = stages.stage("mooncake", || mooncake::fetch().and_then(|_| mooncake::fetch_etcd())) {
         // Everything else can be tested without; the tests of this plugin that need them fail, and say so.
-        eprintln!("warning: the real Mooncake services can't be had, the tests that need them will fail: {error:#}");
+        eprintln!(
+            "warning: the real Mooncake services and etcd can't be had, the tests that need them will fail: {error:#}"
+        );
     }
     Ok(())
 }
