@@ -14,6 +14,7 @@ pub mod frozen;
 mod known_failures;
 pub mod load;
 pub mod metrics;
+pub mod mooncake;
 pub mod paths;
 pub mod process;
 pub mod prompt;

@@ -28,6 +28,11 @@ pub fn file_plugin() -> PathBuf {
     existing(build().join("libkvdock_plugin_file.so"), "the file plugin")
 }
 
+/// The Mooncake plugin.
+pub fn mooncake_plugin() -> PathBuf {
+    existing(build().join("libkvdock_plugin_mooncake.so"), "the Mooncake plugin")
+}
+
 /// The plugin into which tests plant faults; see [`crate::broken`].
 pub fn broken_plugin() -> PathBuf {
     existing(build().join("libkvdock_broken_plugin.so"), "the plugin of tests/broken")

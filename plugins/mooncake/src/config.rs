@@ -15,7 +15,11 @@ pub const SCHEMA: &str = r#"{
   "properties": {
     "master_server_address": {
       "type": "string", "minLength": 1,
-      "description": "Address of the Mooncake master, such as \"10.0.0.1:50051\". Without it the file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, and then MOONCAKE_MASTER and the other MOONCAKE_* variables say it; keys given here count before either."
+      "description": "Address of the Mooncake master, such as \"10.0.0.1:50051\"; or of the etcd in which several masters agree who leads, such as \"etcd://10.0.0.1:2379;10.0.0.2:2379\". Without it the file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, and then MOONCAKE_MASTER and the other MOONCAKE_* variables say it; keys given here count before either."
+    },
+    "cluster_id": {
+      "type": "string", "minLength": 1,
+      "description": "With etcd: what the masters call their store, their --cluster_id. MC_STORE_CLUSTER_ID says it where this does not. Default: mooncake_cluster."
     },
     "metadata_server": {
       "type": "string", "minLength": 1,
@@ -115,8 +119,10 @@ pub const CHECK_CONFIG: &str = r#"{"master_server_address":"127.0.0.1:50051","lo
 /// The configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Address of the master.
+    /// Address of the master, or `etcd://` and the endpoints of the etcd that knows who leads.
     pub master: String,
+    /// What several masters of one store call it in etcd.
+    pub cluster: String,
     /// How peers find one another.
     pub metadata: String,
     /// Host by which peers reach this one.
@@ -181,6 +187,7 @@ impl Config {
     fn parse(instance: &str, map: &Map<String, Value>) -> Result<Config> {
         let mut config = Config {
             master: String::new(),
+            cluster: CLUSTER.to_owned(),
             metadata: "P2PHANDSHAKE".to_owned(),
             host: "localhost".to_owned(),
             port: 0,
@@ -213,6 +220,13 @@ impl Config {
             let switch = || flag(value).ok_or_else(|| bad("true or false"));
             match key.as_str() {
                 "master_server_address" => config.master = text("an address such as \"10.0.0.1:50051\"")?,
+                "cluster_id" => {
+                    let right = "a name such as \"mooncake_cluster\"";
+                    config.cluster = text(right)?;
+                    if config.cluster.trim_matches('/').is_empty() {
+                        return Err(bad(right));
+                    }
+                }
                 "metadata_server" => config.metadata = text("\"P2PHANDSHAKE\" or a URL")?,
                 "protocol" => match value.as_str() {
                     Some("tcp") => {}
@@ -269,20 +283,22 @@ impl Config {
                 _ => return Err(fail(instance, key, "there is no such key")),
             }
         }
-        if config.master.contains("://") {
-            let master = &config.master;
-            let why = format!(
-                "\"{master}\" is not right; it takes the address of one master, such as \"10.0.0.1:50051\": finding the leader of several through etcd is not in this version"
-            );
-            return Err(fail(instance, "master_server_address", &why));
-        }
-        if crate::net::split_address(&config.master).is_none() {
-            let master = &config.master;
-            return Err(fail(
-                instance,
-                "master_server_address",
-                &format!("\"{master}\" is not right; it takes an address such as \"10.0.0.1:50051\""),
-            ));
+        let wrong_master = |why: &str| {
+            let why = format!("\"{}\" is not right; {why}", config.master);
+            fail(instance, "master_server_address", &why)
+        };
+        match crate::member::Election::parse(&config.master, &config.cluster) {
+            Ok(Some(_)) => {}
+            Err(why) => return Err(wrong_master(&why)),
+            Ok(None) if config.master.contains("://") => {
+                return Err(wrong_master(
+                    "the leader of several masters is found through etcd alone: it takes \"etcd://host:2379\", or the address of one master such as \"10.0.0.1:50051\"",
+                ));
+            }
+            Ok(None) if crate::net::split_address(&config.master).is_none() => {
+                return Err(wrong_master("it takes an address such as \"10.0.0.1:50051\""));
+            }
+            Ok(None) => {}
         }
         crate::metadata::Metadata::parse(&config.metadata).map_err(|why| fail(instance, "metadata_server", &why))?;
         if config.soft_pin_ttl.is_some() && !config.soft_pin {
@@ -295,6 +311,9 @@ impl Config {
         Ok(config)
     }
 }
+
+/// What masters call their store unless they are told.
+const CLUSTER: &str = "mooncake_cluster";
 
 const SIZE: &str = "a number of bytes such as 1073741824, \"4GiB\" or \"4gb\"";
 

@@ -20,8 +20,8 @@ use std::time::Duration;
 
 use kvdock_plugin_api::v0_1::Stats;
 use kvdock_plugin_api::{
-    Backend, Batch, Call, Capabilities, ClearScope, Error, ErrorKind, Exists, Get, Health, LogLevel, Open, Pool,
-    Remove, Result, Set, export_plugin,
+    Backend, Batch, Call, Capabilities, ClearScope, Error, Exists, Get, Health, LogLevel, Open, Pool, Remove, Result,
+    Set, export_plugin,
 };
 
 use config::Config;
@@ -119,9 +119,8 @@ impl Backend for MooncakeBackend {
 
     fn stats(&self, call: &Call<'_>) -> Result<Stats> {
         let config = &self.store.config;
-        let (host, _) = net::split_address(&config.master)
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "the master has no address"))?;
-        Ok(self.store.figures.stats(host, config.metrics_port, &Limit::of(call, FIGURES)))
+        let master = self.store.member.master.address();
+        Ok(self.store.figures.stats(master.host(), config.metrics_port, &Limit::of(call, FIGURES)))
     }
 
     fn health(&self, _call: &Call<'_>) -> Result<Health> {

@@ -114,9 +114,15 @@ fn i1336_a_master_restart_in_the_middle_of_traffic_gives_no_wrong_byte_and_heals
 
 #[test]
 fn a_peer_killed_in_the_middle_of_reads_and_writes_fails_pages_and_nothing_else() {
+    for mode in [Mode::Peer, Mode::Http] {
+        peer_is_killed(mode);
+    }
+}
+
+fn peer_is_killed(mode: Mode) {
     let master = Master::start(&[]);
-    let mut official = Official::start(&master, Mode::Peer, 512 << 20);
-    let bench = Bench::new(&master.config(Mode::Peer, 0), pool(64, 1 << 20));
+    let mut official = Official::start(&master, mode, 512 << 20);
+    let bench = Bench::new(&master.config(mode, 0), pool(64, 1 << 20));
     let numbers: Vec<u64> = (0..64).collect();
     assert!(bench.set(&numbers).all_ok(), "{}", bench.logs());
     let (stop, rounds) = (AtomicBool::new(false), AtomicUsize::new(0));
@@ -138,7 +144,7 @@ fn a_peer_killed_in_the_middle_of_reads_and_writes_fails_pages_and_nothing_else(
     assert_eq!(bench.which(&numbers), [false; 64]);
     assert_eq!(bench.prefix(&numbers), 0, "what could not be read does not count as stored");
     // Another peer comes; pages are stored there although the master still believes in the dead one.
-    let _other = Official::start(&master, Mode::Peer, 512 << 20);
+    let _other = Official::start(&master, mode, 512 << 20);
     wait_for("a new home", || {
         bench.which(&numbers).contains(&false) && bench.set(&numbers).all_ok() && bench.has_all(&numbers)
     });
@@ -200,4 +206,34 @@ fn deadlines_and_cancel_flags_are_kept() {
     assert_eq!(bench.store.get(&none, &[bench.part(&[1])]).result.unwrap_err().kind, ErrorKind::TimedOut);
     assert!(bench.set(&[100]).all_ok() && bench.has_all(&[100]), "{}", bench.logs());
     official.kill();
+}
+
+#[test]
+fn under_pressure_old_pages_are_evicted_and_none_has_other_bytes() {
+    let master = Master::start(&["--default_kv_lease_ttl=200", "--eviction_high_watermark_ratio=0.8"]);
+    let bytes = 512 << 10;
+    let bench = Bench::new(&master.config(Mode::Peer, 16 << 20), pool(16, bytes));
+    let mut official = Official::start(&master, Mode::Peer, 16 << 20);
+    // Eight times what both segments hold, written by both sides.
+    let mut stored = 0;
+    for round in 0..32u64 {
+        let numbers: Vec<u64> = (round * 16..round * 16 + 16).collect();
+        let set = bench.set(&numbers);
+        stored += set.statuses[0].iter().filter(|status| **status == PageStatus::Ok).count();
+        let refused = |status: &PageStatus| matches!(status, PageStatus::Ok | PageStatus::Refused);
+        assert!(set.statuses[0].iter().all(refused), "{set:?}\n{}", bench.logs());
+        let name = format!("theirs {round}");
+        let mine: Vec<u8> = (0..bytes).map(|at| (at * 7 + round) as u8).collect();
+        if official.put(&name, &mine) == 0 {
+            let found = official.get(&name);
+            assert!(found.is_empty() || found == mine, "{name} has other bytes");
+        }
+    }
+    assert!(stored >= 256, "eviction makes room for half of the pages at least: {stored}");
+    // `which` fails on wrong bytes.
+    let there: usize = (0..32u64)
+        .flat_map(|round| bench.which(&(round * 16..round * 16 + 16).collect::<Vec<_>>()))
+        .filter(|there| *there)
+        .count();
+    assert!((1..=64).contains(&there), "64 pages of 512 fit into 32 MiB: {there}");
 }

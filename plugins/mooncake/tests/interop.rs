@@ -106,3 +106,73 @@ fn pages_of_64_mib_pass() {
     let found = official.get(&name);
     assert!((1..=3).any(|number| found == bench.pool.pattern(number)), "{name}");
 }
+
+/// What an object of a page is called.
+fn name_of(names: &[String], page: u64, number: u64) -> String {
+    let hex = |number: u64| keys(&[number])[0].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let prefix = names.iter().find_map(|name| name.strip_suffix(&hex(page))).expect("names end in the key");
+    format!("{prefix}{}", hex(number))
+}
+
+#[test]
+fn objects_of_1_byte_to_64_mib_put_by_either_side_alone_or_in_batches_are_read_by_the_other() {
+    for mode in MODES {
+        // Peers of one master all find one another in the same way.
+        let master = Master::start(&[]);
+        let mut official = Official::start(&master, mode, 320 << 20);
+        for bytes in [1, 100, 64 << 10, (1 << 20) + 7, 64 << 20] {
+            let what = format!("{mode:?} {bytes}");
+            let count = if bytes < 64 << 20 { 17 } else { 2 };
+            // Objects lie in the memory of either side.
+            let bench = Bench::of_model(&master.config(mode, 320 << 20), &what, pool(count, bytes));
+            let size = bytes as usize;
+            let (batch, single): (Vec<u64>, u64) = ((0..count).collect(), 1000);
+            let before = master.keys();
+            let set = bench.set(&batch);
+            assert!(set.all_ok(), "{what}: {set:?}\n{}", bench.logs());
+            let new: Vec<String> = master.keys().into_iter().filter(|name| !before.contains(name)).collect();
+            let name = |number: u64| name_of(&new, 0, number);
+            let names: Vec<String> = batch.iter().map(|number| name(*number)).collect();
+            let (codes, found) = official.batch_get(&names, size);
+            assert!(codes.iter().all(|code| *code == bytes as i64), "{what}: {codes:?}");
+            assert!(batch.iter().zip(&found).all(|(number, found)| *found == bench.pool.pattern(*number)), "{what}");
+            assert!(bench.set(&[single]).all_ok(), "{what}\n{}", bench.logs());
+            assert!(official.get(&name(single)) == bench.pool.pattern(single), "{what}: ours alone");
+            assert!(bench.remove(&batch).all_ok() && bench.remove(&[single]).all_ok());
+            assert_eq!(official.exists(&names), vec![0; names.len()], "{what}: removed by us");
+
+            let data: Vec<Vec<u8>> = batch.iter().map(|number| bench.pool.pattern(*number)).collect();
+            let codes = official.batch_put(&names, &data);
+            assert!(codes.iter().all(|code| *code == 0), "{what}: {codes:?}\n{}{}", bench.logs(), official.log());
+            assert!(bench.has_all(&batch), "{what}: theirs\n{}", bench.logs());
+            assert_eq!(official.put(&name(single), &bench.pool.pattern(single)), 0, "{what}");
+            assert!(bench.has_all(&[single]), "{what}: theirs alone\n{}", bench.logs());
+            for name in names.iter().chain([&name(single)]) {
+                assert_eq!(official.remove(name, true), 0, "{what}");
+            }
+            assert_eq!(bench.prefix(&batch), 0, "{what}: removed by them");
+            bench.store.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_official_clients_remove_is_gone_and_leases_keep_it_until_force_is_used() {
+    let master = Master::start(&["--default_kv_lease_ttl=60000"]);
+    let bench = Bench::new(&master.config(Mode::Peer, 64 << 20), pool(8, 10_000));
+    let mut official = Official::start(&master, Mode::Peer, 64 << 20);
+    let numbers: Vec<u64> = (0..8).collect();
+    assert!(bench.set(&numbers).all_ok());
+    let names = master.keys();
+    // The question for the names has given leases.
+    assert_eq!(official.remove(&names[0], false), -706);
+    assert_eq!(official.remove_all(false), 0);
+    assert!(bench.has_all(&numbers), "leases keep them");
+    assert_eq!(official.remove(&names[0], true), 0);
+    assert_eq!(bench.which(&numbers).iter().filter(|there| !**there).count(), 1);
+    assert_eq!(official.remove_all(true), 7);
+    assert_eq!((bench.which(&numbers), bench.prefix(&numbers)), (vec![false; 8], 0));
+    // The store goes on, empty.
+    assert!(bench.set(&numbers).all_ok() && bench.has_all(&numbers), "{}", bench.logs());
+    assert_eq!(official.exists(&names), vec![1; 8]);
+}

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use common::services::{Master, Mode, Official};
+use common::services::{Calls, Master, Mode, Official};
 use common::{Bench, pool, try_attach, wait_for};
 use kvdock_plugin_api::PageStatus;
 use kvdock_plugin_mooncake::limit::Limit;

@@ -5,7 +5,7 @@ mod common;
 #[path = "common/described.rs"]
 mod described;
 
-use common::services::{Master, Mode, Official};
+use common::services::{Calls, Master, Mode, Official};
 use described::described;
 use kvdock_plugin_api::mock::{
     Instance, KvShape, MockHost, MockPool, Options, Part, PoolSpec, Query, identity, key, table_of,

@@ -80,6 +80,11 @@ pub fn complete(
     {
         whole.insert("protocol".to_owned(), Value::String(protocol));
     }
+    if !names(&whole, "cluster_id")
+        && let Some(cluster) = variable("MC_STORE_CLUSTER_ID").filter(|text| !text.is_empty())
+    {
+        whole.insert("cluster_id".to_owned(), Value::String(cluster));
+    }
     // One configuration may be spread over many machines; their names are their own.
     for name in ["LOCAL_HOSTNAME", "MOONCAKE_LOCAL_HOSTNAME"] {
         if let Some(host) = variable(name).filter(|text| !text.is_empty()) {

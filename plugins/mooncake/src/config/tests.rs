@@ -38,8 +38,10 @@ fn bad_values_are_errors_that_name_the_key_and_what_would_be_right() {
     for (json, key, word) in [
         (r#"{}"#, "master_server_address", "MOONCAKE_MASTER"),
         (r#"{"master_server_address":"m"}"#, "master_server_address", "10.0.0.1:50051"),
-        (r#"{"master_server_address":"etcd://e:2379"}"#, "master_server_address", "etcd is not in this version"),
         (r#"{"master_server_address":"m:1","protocol":"cxl"}"#, "protocol", "\"rdma\""),
+        (r#"{"master_server_address":"etcd://e"}"#, "master_server_address", "etcd://host:2379"),
+        (r#"{"master_server_address":"redis://e:6379"}"#, "master_server_address", "through etcd alone"),
+        (r#"{"master_server_address":"m:1","cluster_id":"/"}"#, "cluster_id", "mooncake_cluster"),
         (r#"{"master_server_address":"m:1","metadata_server":"etcd://e"}"#, "metadata_server", "P2PHANDSHAKE"),
         (r#"{"master_server_address":"m:1","metadata_server":7}"#, "metadata_server", "URL"),
         (r#"{"master_server_address":"m:1","global_segment_size":"4 apples"}"#, "global_segment_size", "4GiB"),

@@ -1,6 +1,7 @@
 //! This process as a member of the cluster: known to the master, found by its peers.
 
 mod heartbeat;
+mod leader;
 mod probe;
 mod segment;
 mod state;
@@ -17,10 +18,11 @@ use crate::config::Config;
 use crate::data::{Peers, Rdma};
 use crate::limit::{Limit, Stop};
 use crate::metadata::Metadata;
-use crate::rpc::{Client, RpcError};
+use crate::rpc::{Address, Client, RpcError};
 use crate::wire::types::ReplicaType;
 use crate::wire::{Uuid, rpc};
 
+pub use leader::Election;
 pub use segment::Lent;
 pub use state::State;
 
@@ -76,8 +78,16 @@ impl Member {
     pub fn join(config: &Config, ranks: u64, host: Host, limit: &Limit<'_>) -> Result<Arc<Member>> {
         let wrong = |key: &str, why: String| Error::new(ErrorKind::InvalidConfig, format!("{key}: {why}"));
         let metadata = Metadata::parse(&config.metadata).map_err(|why| wrong("metadata_server", why))?;
-        let master =
-            |connections| Client::new(&config.master, connections).map_err(|why| wrong("master_server_address", why));
+        let wrong_master = |why| wrong("master_server_address", why);
+        let election = Election::parse(&config.master, &config.cluster).map_err(wrong_master)?;
+        let (view, address) = match &election {
+            None => (None, Arc::new(Address::parse(&config.master).map_err(wrong_master)?)),
+            Some(election) => {
+                let found = election.wait(&limit.at_most(leader::FIRST));
+                let (view, address) = found.map_err(|why| Error::new(ErrorKind::Unavailable, why).retryable())?;
+                (Some(view), address)
+            }
+        };
         let id = Uuid::random()
             .map_err(|error| Error::new(ErrorKind::Unavailable, format!("no random numbers: {error}")))?;
         let rdma = match &config.rdma {
@@ -91,8 +101,8 @@ impl Member {
         };
         let mut member = Member {
             host,
-            master: master(config.master_connections)?,
-            heart: master(1)?,
+            master: Client::at(address.clone(), config.master_connections),
+            heart: Client::at(address, 1),
             id,
             tenant: config.tenant.clone(),
             peers: Peers::new(metadata, config.lanes).with_rdma(rdma),
@@ -105,7 +115,8 @@ impl Member {
             left: AtomicBool::new(false),
             threads: Mutex::default(),
         };
-        probe::probe(&member, limit)?;
+        let is_early = |error: &Error| election.is_some() && error.retryable;
+        leader::until_it_serves(limit, is_early, || probe::probe(&member, limit))?;
         let share = config.segment / ranks.max(1);
         if share > 0 {
             member.lent = Some(Lent::serve(config, share, &member.peers)?);
@@ -115,16 +126,25 @@ impl Member {
             member.ping(false);
         }
         if config.check_server {
-            probe::wait_for_segment(config, limit)?;
+            probe::wait_for_segment(&member, config, limit)?;
         }
         let member = Arc::new(member);
-        let beating = member.clone();
-        let thread = std::thread::Builder::new()
-            .name("kvdock-mc-heart".to_owned())
-            .spawn(move || beating.beat())
-            .map_err(|error| Error::new(ErrorKind::Unavailable, format!("no thread for heartbeats: {error}")))?;
-        member.threads.lock().push(thread);
+        member.start("kvdock-mc-heart", Member::beat)?;
+        if let (Some(election), Some(view)) = (election, view) {
+            member.start("kvdock-mc-lead", move |member| member.follow_leaders(&election, view))?;
+        }
         Ok(member)
+    }
+
+    fn start(self: &Arc<Member>, name: &str, work: impl FnOnce(&Member) + Send + 'static) -> Result<()> {
+        let member = self.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || work(&member));
+        let fail = |error| {
+            self.leave();
+            Error::new(ErrorKind::Unavailable, format!("no thread for the master: {error}"))
+        };
+        self.threads.lock().push(thread.map_err(fail)?);
+        Ok(())
     }
 
     /// The endpoint that replicas in this process's own memory have.

@@ -24,7 +24,7 @@ const NOTHING: &str = "kvdock/probe";
 pub(super) fn probe(member: &Member, limit: &Limit<'_>) -> Result<()> {
     let master = &member.master;
     let limit = limit.at_most(RPC_TIME);
-    let address = master.address();
+    let address = &master.address().to_string();
     let version =
         master.call::<rpc::ServiceReady>(&rpc::NoArguments, &limit).map_err(|error| refuse(address, &error))?;
     match version {
@@ -108,16 +108,16 @@ fn check<T>(address: &str, release: &str, answer: Result<T, RpcError>) -> Result
 }
 
 /// Waits until the master knows a segment.
-pub(super) fn wait_for_segment(config: &Config, limit: &Limit<'_>) -> Result<()> {
-    let (host, _) = crate::net::split_address(&config.master).unwrap_or(("", 0));
+pub(super) fn wait_for_segment(member: &Member, config: &Config, limit: &Limit<'_>) -> Result<()> {
+    let master = member.master.address();
     loop {
-        let seen = figures::segments(host, config.metrics_port, limit);
+        let seen = figures::segments(master.host(), config.metrics_port, limit);
         if seen.as_ref().is_ok_and(|text| !text.trim().is_empty()) {
             return Ok(());
         }
         if limit.left().is_err() {
             let why = seen.err().unwrap_or_else(|| "it knows none".to_owned());
-            let text = format!("check_server: master {} has no segment in time: {why}", config.master);
+            let text = format!("check_server: master {master} has no segment in time: {why}");
             return Err(Error::new(ErrorKind::TimedOut, text).retryable());
         }
         std::thread::sleep(Duration::from_millis(500).min(limit.left().unwrap_or_default()));

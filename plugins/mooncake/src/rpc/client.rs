@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use super::{Connection, RpcError};
 use crate::limit::Limit;
@@ -25,12 +25,41 @@ struct Trouble {
     pause: Duration,
 }
 
-/// Connections to one master.
+/// Where a master listens.
 #[derive(Debug)]
-pub struct Client {
-    address: String,
+pub struct Address {
+    text: String,
     host: String,
     port: u16,
+}
+
+impl Address {
+    /// Reads `host:port`.
+    ///
+    /// # Errors
+    /// A text that says what is not right with it.
+    pub fn parse(text: &str) -> Result<Address, String> {
+        let (host, port) = net::split_address(text)
+            .ok_or_else(|| format!("{text:?} is no address; it takes \"host:port\", such as \"10.0.0.1:50051\""))?;
+        Ok(Address { text: text.to_owned(), host: host.to_owned(), port })
+    }
+
+    /// The host alone.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// Connections to one master at a time.
+#[derive(Debug)]
+pub struct Client {
+    address: RwLock<Arc<Address>>,
     connections: Box<[Mutex<Option<Arc<Connection>>>]>,
     turn: AtomicUsize,
     trouble: Mutex<Option<Trouble>>,
@@ -53,21 +82,34 @@ impl Client {
     /// # Errors
     /// A text that says what is not right with the address.
     pub fn new(address: &str, connections: usize) -> Result<Client, String> {
-        let (host, port) = net::split_address(address)
-            .ok_or_else(|| format!("{address:?} is no address; it takes \"host:port\", such as \"10.0.0.1:50051\""))?;
-        Ok(Client {
-            address: address.to_owned(),
-            host: host.to_owned(),
-            port,
+        Ok(Client::at(Arc::new(Address::parse(address)?), connections))
+    }
+
+    /// The same, for an address that was read already.
+    pub fn at(address: Arc<Address>, connections: usize) -> Client {
+        Client {
+            address: RwLock::new(address),
             connections: (0..connections.max(1)).map(|_| Mutex::default()).collect(),
             turn: AtomicUsize::new(0),
             trouble: Mutex::default(),
-        })
+        }
     }
 
     /// Address of the master.
-    pub fn address(&self) -> &str {
-        &self.address
+    pub fn address(&self) -> Arc<Address> {
+        self.address.read().clone()
+    }
+
+    /// Calls go to another master from now on; what the one before still has to answer is lost.
+    pub fn follow(&self, address: Arc<Address>) {
+        *self.address.write() = address;
+        *self.trouble.lock() = None;
+        for place in &self.connections {
+            // Whoever is connecting now holds the lock, for no longer than that may take.
+            if let Some(connection) = place.lock().take() {
+                connection.die("another master leads now");
+            }
+        }
     }
 
     /// Whether the next call may be tried at once.
@@ -92,7 +134,8 @@ impl Client {
         *place = None;
         self.pause()?;
         let time = limit.left().map_err(RpcError::Stopped)?.min(CONNECT);
-        match net::connect(&self.host, self.port, time) {
+        let address = self.address();
+        match net::connect(&address.host, address.port, time) {
             Ok(stream) => {
                 *self.trouble.lock() = None;
                 let connection = Arc::new(Connection::new(stream));
@@ -100,7 +143,7 @@ impl Client {
                 Ok(connection)
             }
             Err(error) => {
-                let why = format!("master {} can't be reached: {error}", self.address);
+                let why = format!("master {address} can't be reached: {error}");
                 let mut trouble = self.trouble.lock();
                 let pause = trouble.as_ref().map_or(PAUSE_FIRST, |known| (known.pause * 2).min(PAUSE_LAST));
                 *trouble = Some(Trouble { why: why.clone(), next: Instant::now() + pause, pause });
@@ -130,10 +173,10 @@ impl Client {
         let connection = self.connection(limit)?;
         let answer = connection.call(M::id(), &body, limit)?;
         if let Some(refusal) = Refusal::of(answer.error) {
-            return Err(RpcError::refused(M::NAME, &self.address, &refusal, &refusal_text(&answer.body)));
+            return Err(RpcError::refused(M::NAME, &self.address().text, &refusal, &refusal_text(&answer.body)));
         }
         let reply = decode::<M::Reply>(&answer.body, M::reply_hash());
-        let (reply, _) = reply.map_err(|error| RpcError::malformed(M::NAME, &self.address, &error))?;
+        let (reply, _) = reply.map_err(|error| RpcError::malformed(M::NAME, &self.address().text, &error))?;
         Ok((reply, Ticket(connection)))
     }
 }

@@ -88,7 +88,7 @@ impl Connection {
         true
     }
 
-    fn die(&self, why: &str) {
+    pub(super) fn die(&self, why: &str) {
         self.state.lock().dead.get_or_insert_with(|| why.to_owned());
         // Whoever reads has to notice too.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);

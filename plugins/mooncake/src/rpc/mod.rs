@@ -3,7 +3,7 @@
 mod client;
 mod connection;
 
-pub use client::{Client, Ticket};
+pub use client::{Address, Client, Ticket};
 pub use connection::Connection;
 
 use crate::limit::Stop;

@@ -1,15 +1,13 @@
 //! The memory of a segment.
 //!
-//! It lies in a memfd. Peers and local calls may write and read the same bytes at the same time: the store's leases say which reads count.
-//! So no code of this crate touches it by reference; the kernel copies, to and from sockets and pools.
+//! Peers and local calls may write and read the same bytes at the same time: the store's leases say which reads count. So no code of this
+//! crate touches it by reference; bytes move by the kernel, to and from sockets, or by [`copy::bytes`], to and from pools.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::net::MAX_PIECES;
+use super::copy;
 
 /// Addresses start at a multiple of this.
 const BASE_STEP: u64 = 1 << 32;
@@ -17,13 +15,12 @@ const BASE_STEP: u64 = 1 << 32;
 /// Memory under addresses of its own.
 #[derive(Debug)]
 pub struct Memory {
-    fd: OwnedFd,
     map: *mut u8,
     len: u64,
     base: u64,
 }
 
-// SAFETY: the mapping is only ever named to the kernel, which copies into and out of it from any thread.
+// SAFETY: the mapping is only ever named to the kernel and to `copy::bytes`, which move bytes in and out of it from any thread.
 unsafe impl Send for Memory {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Memory {}
@@ -42,12 +39,15 @@ impl Memory {
         // Between 2^44 and 2^46: what official peers see as addresses of a process.
         let base = (1 << 44) + u64::from_le_bytes(chance) % (((1 << 46) - (1 << 44)) / BASE_STEP) * BASE_STEP;
         let size = usize::try_from(len).map_err(io::Error::other)?;
-        let fd = memfd_create("kvdock-mooncake-segment", MemfdFlags::CLOEXEC)?;
-        ftruncate(&fd, len)?;
+        let (null, access) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let map =
-            unsafe { mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        Ok(Memory { fd, map: map.cast(), len, base })
+        let map = unsafe { mmap_anonymous(null, size, access, MapFlags::PRIVATE) }?;
+        // Huge pages make copies and first writes faster, and a child has no use for it; without either it works as well.
+        for advice in [Advice::LinuxHugepage, Advice::LinuxDontFork] {
+            // SAFETY: the mapping is new, and neither advice changes what it holds.
+            let _ = unsafe { madvise(map, size, advice) };
+        }
+        Ok(Memory { map: map.cast(), len, base })
     }
 
     /// First address.
@@ -81,12 +81,15 @@ impl Memory {
     /// The pieces may be read until this returns.
     ///
     /// # Errors
-    /// When the range is not inside of the memory, or the kernel can't copy.
+    /// When the range is not inside of the memory.
     pub unsafe fn write(&self, address: u64, pieces: &[libc::iovec]) -> io::Result<()> {
-        self.copy(address, pieces, |list, offset| {
-            // SAFETY: the caller's promise; the kernel only reads the pieces.
-            unsafe { libc::pwritev(self.fd.as_raw_fd(), list.as_ptr(), list.len() as libc::c_int, offset) }
-        })
+        let mut to = self.find_all(address, pieces)?;
+        for piece in pieces {
+            // SAFETY: the caller's promise; all pieces together lie inside of the memory.
+            unsafe { copy::bytes(piece.iov_base.cast_const().cast(), to, piece.iov_len) };
+            to = to.wrapping_add(piece.iov_len);
+        }
+        Ok(())
     }
 
     /// Copies from an address to pieces of other memory, one after another.
@@ -97,46 +100,20 @@ impl Memory {
     /// # Errors
     /// As [`Memory::write`].
     pub unsafe fn read(&self, address: u64, pieces: &[libc::iovec]) -> io::Result<()> {
-        self.copy(address, pieces, |list, offset| {
-            // SAFETY: the caller's promise.
-            unsafe { libc::preadv(self.fd.as_raw_fd(), list.as_ptr(), list.len() as libc::c_int, offset) }
-        })
-    }
-
-    fn copy(
-        &self,
-        address: u64,
-        pieces: &[libc::iovec],
-        call: impl Fn(&[libc::iovec], libc::off_t) -> isize,
-    ) -> io::Result<()> {
-        let total = pieces.iter().map(|piece| piece.iov_len as u64).sum();
-        let outside = || io::Error::new(io::ErrorKind::InvalidInput, "the range is not inside of the segment");
-        let mut offset = self.offset(address, total).ok_or_else(outside)?;
-        let mut rest = pieces.to_vec();
-        let mut at = 0;
-        while at < rest.len() {
-            let end = rest.len().min(at + MAX_PIECES);
-            let done = call(rest.get(at..end).unwrap_or_default(), offset as libc::off_t);
-            let mut done = match usize::try_from(done) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(done) => done,
-                Err(_) => match io::Error::last_os_error() {
-                    error if error.kind() == io::ErrorKind::Interrupted => continue,
-                    error => return Err(error),
-                },
-            };
-            offset += done as u64;
-            while let Some(piece) = rest.get_mut(at) {
-                if done < piece.iov_len {
-                    piece.iov_base = piece.iov_base.wrapping_byte_add(done);
-                    piece.iov_len -= done;
-                    break;
-                }
-                done -= piece.iov_len;
-                at += 1;
-            }
+        let mut from = self.find_all(address, pieces)?.cast_const();
+        for piece in pieces {
+            // SAFETY: the caller's promise; all pieces together lie inside of the memory.
+            unsafe { copy::bytes(from, piece.iov_base.cast(), piece.iov_len) };
+            from = from.wrapping_add(piece.iov_len);
         }
         Ok(())
+    }
+
+    fn find_all(&self, address: u64, pieces: &[libc::iovec]) -> io::Result<*mut u8> {
+        let total = pieces.iter().try_fold(0u64, |total, piece| total.checked_add(piece.iov_len as u64));
+        total
+            .and_then(|total| self.find(address, total))
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the range is not inside of the segment"))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Serving: memory that this process lends to the store, and the sockets by which peers read and write it.
 
+mod copy;
 mod memory;
 mod server;
 mod session;

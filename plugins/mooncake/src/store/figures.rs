@@ -15,6 +15,14 @@ const TIME: Duration = Duration::from_millis(500);
 const FRESH: Duration = Duration::from_secs(2);
 const MOST: u64 = 4 << 20;
 
+/// What the master said, when, and after how many sets of this client: it does not count what came later.
+#[derive(Debug)]
+struct Known {
+    at: Instant,
+    sets: u64,
+    figures: [u64; 3],
+}
+
 /// Figures since the start.
 #[derive(Debug, Default)]
 pub struct Figures {
@@ -24,7 +32,7 @@ pub struct Figures {
     get_ns: AtomicU64,
     sets: AtomicU64,
     set_ns: AtomicU64,
-    master: Mutex<Option<(Instant, [u64; 3])>>,
+    master: Mutex<Option<Known>>,
 }
 
 impl Figures {
@@ -61,16 +69,15 @@ impl Figures {
 
     fn of_master(&self, host: &str, port: u16, limit: &Limit<'_>) -> [u64; 3] {
         let mut kept = self.master.lock();
-        if let Some((at, figures)) = &*kept
-            && at.elapsed() < FRESH
-        {
-            return *figures;
+        let sets = self.sets.load(Ordering::Relaxed);
+        if let Some(known) = kept.as_ref().filter(|known| known.sets == sets && known.at.elapsed() < FRESH) {
+            return known.figures;
         }
         let figures = page(host, port, "metrics", limit).map_or([0; 3], |text| {
             ["master_key_count", "master_allocated_bytes", "master_total_capacity_bytes"]
                 .map(|name| metric(&text, name).unwrap_or(0))
         });
-        *kept = Some((Instant::now(), figures));
+        *kept = Some(Known { at: Instant::now(), sets, figures });
         figures
     }
 }

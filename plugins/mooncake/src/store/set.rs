@@ -208,7 +208,7 @@ impl Store {
                         open.push(item);
                         continue;
                     }
-                    Round::Full => (PageStatus::Refused, Some(no_space(self.member.master.address()))),
+                    Round::Full => (PageStatus::Refused, Some(no_space(&self.member.master.address()))),
                     Round::PeerFailed(why) | Round::Failed(why) => {
                         (PageStatus::Failed, Some(Error::new(ErrorKind::Unavailable, why).retryable()))
                     }
@@ -282,7 +282,7 @@ fn over(limit: &Limit<'_>) -> Error {
     error_of(&RpcError::Stopped(limit.left().err().unwrap_or(Stop::TimedOut)))
 }
 
-fn no_space(address: &str) -> Error {
+fn no_space(address: &crate::rpc::Address) -> Error {
     let text = format!(
         "no segment of the store at {address} has room; its master evicts what nobody has read lately, so it may have soon"
     );

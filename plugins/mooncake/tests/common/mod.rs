@@ -1,5 +1,5 @@
 //! What the tests of the Mooncake plugin share.
-#![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(dead_code, unused_imports, reason = "each test binary uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
 pub mod services;
@@ -12,6 +12,8 @@ use kvdock_plugin_api::mock::{
 use kvdock_plugin_api::v0_1::PageKey;
 use kvdock_plugin_api::{PageStatus, Result};
 use kvdock_plugin_mooncake::kvdock_plugin_entry;
+
+pub use services::Calls;
 
 /// One instance and its pool.
 pub struct Bench {

@@ -2,6 +2,7 @@
 import ctypes
 import json
 import sys
+import time
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -16,8 +17,8 @@ def buffer(name, size):
     return kept[name]
 
 
-def setup(host, metadata, segment, master, protocol="tcp"):
-    return store.setup(host, metadata, segment, 64 << 20, protocol, "stand0" if protocol == "rdma" else "", master)
+def setup(host, metadata, segment, master, protocol):
+    return store.setup(host, metadata, segment, 160 << 20, protocol, "stand0" if protocol == "rdma" else "", master)
 
 
 def put(key, path):
@@ -55,8 +56,36 @@ def exists(keys):
     return store.batch_is_exist(keys)
 
 
-def remove(key):
-    return store.remove(key)
+def remove(key, force):
+    return store.remove(key, force)
+
+
+def remove_all(force):
+    return store.remove_all(force)
+
+
+def time_batch(count, size):
+    source, target = buffer("put", size * count), buffer("get", size * count)
+    at = lambda room: [ctypes.addressof(room) + i * size for i in range(count)]
+    keys, sizes, sources, targets = ["time-%d" % i for i in range(count)], [size] * count, at(source), at(target)
+    begin = time.perf_counter()
+    codes = store.batch_put_from(keys, sources, sizes)
+    middle = time.perf_counter()
+    assert all(code == 0 for code in codes), codes
+    between = time.perf_counter()
+    codes = store.batch_get_into(keys, targets, sizes)
+    end = time.perf_counter()
+    assert all(code == size for code in codes), codes
+    for key in keys:
+        store.remove(key, True)
+    return middle - begin, end - between
+
+
+def time_exists(keys, times):
+    begin = time.perf_counter()
+    for _ in range(times):
+        store.batch_is_exist(keys)
+    return time.perf_counter() - begin
 
 
 def close():

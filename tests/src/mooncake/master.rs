@@ -1,0 +1,163 @@
+//! A real master.
+
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::{Etcd, Process, command, free_port, home};
+
+/// How long a start may take on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Ports are free when they are drawn; somebody else may take one before the master does.
+const TRIES: usize = 5;
+
+/// How peers find one another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// By asking one another.
+    Peer,
+    /// Through the HTTP metadata server in the master.
+    Http,
+}
+
+/// A running master.
+#[derive(Debug)]
+pub struct Master {
+    process: Process,
+    scratch: tempfile::TempDir,
+    /// Port of its RPC.
+    pub port: u16,
+    /// Port of its figures and its admin interface.
+    pub metrics: u16,
+    http: u16,
+    flags: Vec<String>,
+}
+
+impl Master {
+    /// Starts one and waits until it serves.
+    pub fn start(flags: &[&str]) -> Master {
+        for _ in 0..TRIES {
+            let mut master = Master::begin(flags);
+            if master.wait() {
+                return master;
+            }
+            eprintln!("the master ended at its start; once more with other ports\n{}", master.log());
+        }
+        panic!("the master does not start");
+    }
+
+    /// Starts one of several, that follow one another: it serves when it is its turn.
+    pub fn start_of_several(etcd: &Etcd, cluster: &str) -> Master {
+        let cluster = format!("--cluster_id={cluster}");
+        let endpoints = format!("--etcd_endpoints={}", etcd.endpoint());
+        let mut master = Master::begin(&["--enable_ha=true", &endpoints, &cluster]);
+        let began = Instant::now();
+        while master.role().is_none() {
+            assert!(!master.process.has_ended(), "the master ended\n{}", master.log());
+            assert!(began.elapsed() < PATIENCE, "the master does not start\n{}", master.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        master
+    }
+
+    fn begin(flags: &[&str]) -> Master {
+        let scratch = tempfile::tempdir().expect("there are temporary folders");
+        let (port, metrics, http) = (free_port(), free_port(), free_port());
+        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let process = Master::spawn(scratch.path(), port, metrics, http, &flags);
+        Master { process, scratch, port, metrics, http, flags }
+    }
+
+    fn spawn(scratch: &Path, port: u16, metrics: u16, http: u16, flags: &[String]) -> Process {
+        let child = command(&home().join("mooncake/mooncake_master"), &scratch.join("master.log"))
+            .arg("--rpc_address=127.0.0.1")
+            .arg(format!("--rpc_port={port}"))
+            .arg("--metrics_host=127.0.0.1")
+            .arg(format!("--metrics_port={metrics}"))
+            .arg("--enable_http_metadata_server=true")
+            .arg(format!("--http_metadata_server_port={http}"))
+            .arg("--logtostderr=1")
+            .args(flags)
+            .spawn()
+            .expect("the master can be started");
+        Process(child)
+    }
+
+    /// Waits until it serves; false when it has ended instead.
+    fn wait(&mut self) -> bool {
+        let began = Instant::now();
+        while !self.serves() {
+            if self.process.has_ended() {
+                return false;
+            }
+            assert!(began.elapsed() < PATIENCE, "the master does not start\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        true
+    }
+
+    /// Whether it serves: alone, or as the leader of several.
+    pub fn serves(&self) -> bool {
+        self.admin("health").is_some_and(|health| health["service_ready"] == json!(true)) && self.is_listening()
+    }
+
+    /// `leader` or `standby`; none when it does not answer.
+    pub fn role(&self) -> Option<String> {
+        self.admin("health").and_then(|health| health["role"].as_str().map(str::to_owned))
+    }
+
+    fn admin(&self, path: &str) -> Option<Value> {
+        let url = format!("http://127.0.0.1:{}/{path}", self.metrics);
+        let config = ureq::Agent::config_builder().timeout_global(Some(Duration::from_secs(5))).proxy(None).build();
+        let mut response = ureq::Agent::from(config).get(&url).call().ok()?;
+        serde_json::from_str(&response.body_mut().read_to_string().ok()?).ok()
+    }
+
+    /// What it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.scratch.path().join("master.log")).unwrap_or_default()
+    }
+
+    /// `HOST:PORT` of its RPC.
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    /// What clients call their metadata server.
+    pub fn metadata(&self, mode: Mode) -> String {
+        match mode {
+            Mode::Peer => "P2PHANDSHAKE".to_owned(),
+            Mode::Http => format!("http://127.0.0.1:{}/metadata", self.http),
+        }
+    }
+
+    /// Configuration of an instance of the plugin with a segment of so many bytes.
+    pub fn config(&self, mode: Mode, segment: u64) -> String {
+        json!({
+            "master_server_address": self.address(),
+            "metadata_server": self.metadata(mode),
+            "local_hostname": "127.0.0.1",
+            "global_segment_size": segment,
+            "master_metrics_port": self.metrics,
+        })
+        .to_string()
+    }
+
+    /// Ends it as kill -9 does.
+    pub fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Starts it again, with nothing that it knew.
+    pub fn start_again(&mut self) {
+        self.process = Master::spawn(self.scratch.path(), self.port, self.metrics, self.http, &self.flags);
+        assert!(self.wait(), "the master does not start again\n{}", self.log());
+    }
+
+    /// Whether its RPC port takes connections.
+    pub fn is_listening(&self) -> bool {
+        TcpStream::connect(("127.0.0.1", self.port)).is_ok()
+    }
+}
