@@ -11,6 +11,7 @@ mod fio;
 mod keys;
 mod llama;
 mod memory;
+mod mooncake;
 mod restart;
 mod row;
 mod sample;
@@ -93,7 +94,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     warn_if_busy();
     let mut report = Report::new(arguments.json.as_deref())?;
-    for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows, swaps::rows] {
+    for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows, mooncake::rows, swaps::rows] {
         rows(&bench, &mut report)?;
     }
     report.print();
