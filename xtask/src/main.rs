@@ -11,6 +11,7 @@ mod server;
 mod setup;
 mod soak;
 mod test;
+mod umbp;
 
 use std::process::ExitCode;
 

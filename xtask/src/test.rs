@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::process::{Stages, cargo, run as run_command, show};
-use crate::{model, mooncake, setup};
+use crate::{model, mooncake, setup, umbp};
 
 /// Options of `test`.
 #[derive(Args)]
@@ -40,6 +40,9 @@ pub fn set_up(stages: &mut Stages) -> Result<()> {
         eprintln!(
             "warning: the real Mooncake services and etcd can't be had, the tests that need them will fail: {error:#}"
         );
+    }
+    if let Err(error) = stages.stage("umbp", umbp::fetch) {
+        eprintln!("warning: the real UMBP services can't be had, the tests that need them will fail: {error:#}");
     }
     Ok(())
 }

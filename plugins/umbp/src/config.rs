@@ -1,0 +1,489 @@
+//! The configuration `storage.<instance>.*`, and the environment variables that other nodes of UMBP read.
+
+mod environment;
+mod schema;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvdock_plugin_api::{Error, ErrorKind, Identity, Open, Result};
+use serde_json::{Map, Value};
+
+pub use schema::SCHEMA;
+
+/// Configuration for the conformance suite: memory and disk of this process.
+pub const CHECK_CONFIG: &str = r#"{"ssd_storage_dir":"{scratch}","dram_capacity_bytes":"256MiB","dram_page_size":4096,"ssd_capacity_bytes":"1GiB","ssd_segment_size_bytes":"64MiB"}"#;
+
+/// How pages are named in the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scheme {
+    /// With identity.
+    Kvdock,
+    /// As SGLang names them.
+    Sglang,
+}
+
+/// What a process may do in a directory of segments that several share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// It has the directory alone; pages go there when memory is short, and at the end.
+    Standalone,
+    /// It writes every page to the directory as well.
+    Leader,
+    /// It reads what the leader writes.
+    Follower,
+}
+
+/// What makes room in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// The page used longest ago goes.
+    Lru,
+    /// Among the pages used longest ago, the one deepest in its chain goes.
+    PrefixAwareLru,
+}
+
+/// What moves bytes to and from segments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IoBackend {
+    /// io_uring where the kernel has it, else positional I/O.
+    Uring,
+    /// Positional I/O.
+    Posix,
+}
+
+/// Memory of this process.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dram {
+    /// Bytes of the pool.
+    pub capacity: u64,
+    /// Bytes of its pages.
+    pub page: u64,
+    /// Used part from which room is made.
+    pub high: f64,
+    /// Used part to which room is made.
+    pub low: f64,
+    /// Whether to map it with huge pages, and how large those are.
+    pub huge_page: Option<u64>,
+    /// NUMA node to bind it to.
+    pub numa_node: Option<u32>,
+    /// Touch all of it at the start.
+    pub prefault: bool,
+}
+
+/// Segment files.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ssd {
+    /// Directories, one a drive.
+    pub dirs: Vec<PathBuf>,
+    /// Bytes over all of them.
+    pub capacity: u64,
+    /// Bytes of a segment file.
+    pub segment: u64,
+    /// What moves the bytes.
+    pub io: IoBackend,
+    /// Operations in flight at most.
+    pub queue_depth: u32,
+    /// Whether a write is on the disk when it is acknowledged.
+    pub strict: bool,
+    /// Used part from which room is made.
+    pub high: f64,
+    /// Used part to which room is made.
+    pub low: f64,
+    /// Past the page cache, where the file system lets it.
+    pub direct: bool,
+    /// Write checksums and verify them.
+    pub verify: bool,
+    /// Threads of a read.
+    pub threads: usize,
+}
+
+/// Copies from memory to segments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pipeline {
+    /// The leader's copies happen after a set has answered.
+    pub background: bool,
+    /// Most pages that wait for their copy.
+    pub queue: usize,
+    /// Threads that copy.
+    pub workers: usize,
+    /// Most pages of one write.
+    pub batch: usize,
+}
+
+/// The mode with a server of the node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standalone {
+    /// Address of the server: a Unix socket.
+    pub address: String,
+    /// How long to wait for it at the start.
+    pub startup: Duration,
+    /// Identity of this worker at the master, for external KV reports; may be empty.
+    pub node_id: String,
+    /// Address that goes with it.
+    pub node_address: String,
+    /// Tags of the worker.
+    pub tags: Vec<String>,
+}
+
+/// The configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// How pages are named.
+    pub scheme: Scheme,
+    /// Stands before the names of side pools in SGLang's scheme, and of all objects in ours.
+    pub tag: String,
+    /// Memory.
+    pub dram: Dram,
+    /// Disk; none for memory alone.
+    pub ssd: Option<Ssd>,
+    /// What this process may do in the directory.
+    pub role: Role,
+    /// What makes room.
+    pub policy: Policy,
+    /// Pages that the prefix-aware policy looks at.
+    pub window: usize,
+    /// Pages read from disk come back to memory.
+    pub promote: bool,
+    /// Copies to disk.
+    pub pipeline: Pipeline,
+    /// The server of the node; none for memory and disk of this process.
+    pub standalone: Option<Standalone>,
+}
+
+impl Config {
+    /// Reads the configuration of an instance.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the key, what it has and what would be right.
+    pub fn read(open: &Open<'_>) -> Result<Config> {
+        let name = open.instance_name();
+        let given: Map<String, Value> = serde_json::from_str(open.config_json())
+            .map_err(|error| fail(name, "", &format!("the configuration is no JSON object: {error}")))?;
+        let variable = |name: &str| std::env::var(name).ok();
+        let whole = environment::complete(given, &variable);
+        let mut config = Config::parse(name, &whole, &variable)?;
+        config.place(open.identity());
+        // The host asks for names of another engine in the namespace that goes with them.
+        let namespace: Value = serde_json::from_str(&open.identity().namespace_json).unwrap_or_default();
+        if namespace.get("key_scheme").and_then(Value::as_str) == Some("sglang") {
+            config.scheme = Scheme::Sglang;
+        }
+        Ok(config)
+    }
+
+    fn defaults() -> Config {
+        Config {
+            scheme: Scheme::Kvdock,
+            tag: String::new(),
+            dram: Dram {
+                capacity: 4 << 30,
+                page: 65536,
+                high: 0.9,
+                low: 0.7,
+                huge_page: None,
+                numa_node: None,
+                prefault: false,
+            },
+            ssd: None,
+            role: Role::Standalone,
+            policy: Policy::Lru,
+            window: 16,
+            promote: true,
+            pipeline: Pipeline { background: true, queue: 4096, workers: 2, batch: 128 },
+            standalone: None,
+        }
+    }
+
+    fn parse(instance: &str, map: &Map<String, Value>, variable: &dyn Fn(&str) -> Option<String>) -> Result<Config> {
+        let mut config = Config::defaults();
+        let mut ssd = Ssd {
+            dirs: Vec::new(),
+            capacity: 32 << 30,
+            segment: 256 << 20,
+            io: IoBackend::Uring,
+            queue_depth: 4096,
+            strict: true,
+            high: 0.9,
+            low: 0.7,
+            direct: true,
+            verify: true,
+            threads: 4,
+        };
+        let mut server = Standalone {
+            address: String::new(),
+            startup: Duration::from_secs(30),
+            node_id: String::new(),
+            node_address: String::new(),
+            tags: Vec::new(),
+        };
+        let mut ssd_enabled = true;
+        let (mut huge, mut huge_size) = (false, 2u64 << 20);
+        let mut page_given = false;
+        for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
+            let bad = |right: &str| fail(instance, key, &format!("{value} is not right; it takes {right}"));
+            let text = |right: &str| value.as_str().map(str::to_owned).ok_or_else(|| bad(right));
+            let number = |from: u64, to: u64| {
+                let found = value.as_u64().or_else(|| value.as_str()?.trim().parse().ok());
+                let found = found.filter(|number| (from..=to).contains(number));
+                found.ok_or_else(|| bad(&format!("a number from {from} to {to}")))
+            };
+            let bytes = |least: u64| {
+                let found = size(value).filter(|size| *size >= least);
+                found.ok_or_else(|| bad(&format!("{SIZE}, at least {least}")))
+            };
+            let part = || {
+                let found = value.as_f64().or_else(|| value.as_str()?.trim().parse().ok());
+                found
+                    .filter(|part| *part > 0.0 && *part <= 1.0)
+                    .ok_or_else(|| bad("a part such as 0.9: over 0, at most 1"))
+            };
+            let switch = || flag(value).ok_or_else(|| bad("true or false"));
+            match key.as_str() {
+                "names" => {
+                    config.scheme = match value.as_str() {
+                        Some("kvdock") => Scheme::Kvdock,
+                        Some("sglang") => Scheme::Sglang,
+                        _ => return Err(bad("\"kvdock\" or \"sglang\"")),
+                    }
+                }
+                "extra_backend_tag" => {
+                    const RIGHT: &str = "letters, digits, and any of _ . / -";
+                    config.tag = text(RIGHT)?;
+                    if !config.tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_./-".contains(&byte)) {
+                        return Err(bad(RIGHT));
+                    }
+                }
+                "dram_capacity_bytes" => config.dram.capacity = bytes(4096)?,
+                "dram_page_size" => {
+                    config.dram.page = bytes(4096)?;
+                    if !config.dram.page.is_multiple_of(4096) || config.dram.page > 1 << 30 {
+                        return Err(bad("a multiple of 4096, at most 1GiB"));
+                    }
+                    page_given = true;
+                }
+                "dram_high_watermark" => config.dram.high = part()?,
+                "dram_low_watermark" => config.dram.low = part()?,
+                "dram_use_hugepages" => huge = switch()?,
+                "dram_hugepage_size" => {
+                    huge_size = bytes(4096)?;
+                    if !huge_size.is_power_of_two() {
+                        return Err(bad("a power of two"));
+                    }
+                }
+                "dram_numa_node" => {
+                    config.dram.numa_node = match value.as_i64().or_else(|| value.as_str()?.trim().parse().ok()) {
+                        Some(-1) => None,
+                        Some(node) if (0..1024).contains(&node) => Some(node as u32),
+                        _ => return Err(bad("a NUMA node, or -1 for none")),
+                    }
+                }
+                "dram_prefault" => config.dram.prefault = switch()?,
+                "ssd_enabled" => ssd_enabled = switch()?,
+                "ssd_storage_dir" => {
+                    let list = text("a directory, or several with commas between them")?;
+                    let dirs = list.split(',').map(str::trim).filter(|dir| !dir.is_empty() && !dir.contains('\0'));
+                    ssd.dirs = dirs.map(|dir| expand(dir, variable)).collect();
+                    if ssd.dirs.is_empty() || ssd.dirs.len() > 64 {
+                        return Err(bad("1 to 64 directories with commas between them"));
+                    }
+                }
+                "ssd_capacity_bytes" => ssd.capacity = bytes(65536)?,
+                "ssd_segment_size_bytes" => ssd.segment = bytes(16384)?,
+                "ssd_queue_depth" => ssd.queue_depth = number(1, 65536)? as u32,
+                "ssd_io_backend" => {
+                    ssd.io = match value.as_str() {
+                        Some("io_uring") => IoBackend::Uring,
+                        Some("posix") => IoBackend::Posix,
+                        _ => return Err(bad("\"io_uring\" or \"posix\"")),
+                    }
+                }
+                "ssd_durability_mode" => {
+                    ssd.strict = match value.as_str() {
+                        Some("strict" | "sync") => true,
+                        Some("relaxed" | "async") => false,
+                        _ => return Err(bad("\"strict\" or \"relaxed\"")),
+                    }
+                }
+                "ssd_backend" => match value.as_str() {
+                    Some("file") => {}
+                    Some("spdk" | "spdk_proxy") => {
+                        return Err(bad("\"file\": drives without a file system (spdk) are not in this version"));
+                    }
+                    _ => return Err(bad("\"file\"")),
+                },
+                "ssd_high_watermark" => ssd.high = part()?,
+                "ssd_low_watermark" => ssd.low = part()?,
+                "ssd_direct_io" => ssd.direct = switch()?,
+                "ssd_verify_crc" => ssd.verify = switch()?,
+                "ssd_tier_io_threads" => ssd.threads = number(1, 64)? as usize,
+                "ssd_copy_async" => config.pipeline.background = switch()?,
+                "ssd_copy_queue_depth" => config.pipeline.queue = number(1, 1 << 20)? as usize,
+                "ssd_copy_worker_threads" => config.pipeline.workers = number(1, 64)? as usize,
+                "ssd_copy_batch_max_ops" => config.pipeline.batch = number(1, 65536)? as usize,
+                "role" => {
+                    config.role = match value.as_str() {
+                        Some("standalone") => Role::Standalone,
+                        Some("leader") => Role::Leader,
+                        Some("follower") => Role::Follower,
+                        _ => return Err(bad("\"standalone\", \"leader\" or \"follower\"")),
+                    }
+                }
+                "eviction_policy" => {
+                    config.policy = match value.as_str() {
+                        Some("lru") => Policy::Lru,
+                        Some("prefix_aware_lru") => Policy::PrefixAwareLru,
+                        _ => return Err(bad("\"lru\" or \"prefix_aware_lru\"")),
+                    }
+                }
+                "eviction_candidate_window" => config.window = number(1, 65536)? as usize,
+                "auto_promote_on_read" => config.promote = switch()?,
+                "standalone_address" => {
+                    server.address = text("the address of a Unix socket")?;
+                    if !server.address.is_empty() && crate::standalone::paths(&server.address).is_none() {
+                        return Err(bad(
+                            "the address of a Unix socket such as \"unix:///run/umbp/standalone/node0.grpc.sock\", at most 107 bytes",
+                        ));
+                    }
+                }
+                "standalone_startup_timeout_ms" => server.startup = Duration::from_millis(number(1, 86_400_000)?),
+                "standalone_auto_start" if flag(value) == Some(false) => {}
+                "standalone_auto_start" => {
+                    return Err(bad("false: this version starts no server; start umbp_standalone_server beside it"));
+                }
+                "node_id" => server.node_id = text("a name")?,
+                "node_address" => server.node_address = text("an address")?,
+                "node_tags" | "tags" => server.tags = texts(value).ok_or_else(|| bad("a list of texts"))?,
+                "master_address" => {
+                    return Err(bad(
+                        "nothing: this version does not join a master itself; let a umbp_standalone_server join it, and name that in standalone_address",
+                    ));
+                }
+                _ => return Err(fail(instance, key, "there is no such key")),
+            }
+        }
+        config.dram.huge_page = huge.then_some(huge_size);
+        let marks = |key: &str, low: f64, high: f64| {
+            let what = format!("{low} is not below the high watermark, {high}");
+            if low < high { Ok(()) } else { Err(fail(instance, key, &what)) }
+        };
+        marks("dram_low_watermark", config.dram.low, config.dram.high)?;
+        marks("ssd_low_watermark", ssd.low, ssd.high)?;
+        config.fit_page(page_given);
+        if !server.address.is_empty() {
+            config.standalone = Some(server);
+        }
+        if ssd_enabled && config.standalone.is_none() {
+            if ssd.dirs.is_empty() {
+                ssd.dirs.push(default_dir(variable).ok_or_else(|| {
+                    fail(instance, "ssd_storage_dir", "it is needed, for there is neither XDG_CACHE_HOME nor HOME")
+                })?);
+            }
+            for dir in &mut ssd.dirs {
+                *dir = std::path::absolute(&*dir)
+                    .map_err(|error| fail(instance, "ssd_storage_dir", &format!("{}: {error}", dir.display())))?;
+            }
+            // Room for one segment is kept free, to write anew what still counts of a sparse one.
+            let share = ssd.capacity / ssd.dirs.len() as u64 / 16;
+            ssd.segment = ssd.segment.min(share / 4096 * 4096).max(8192);
+            config.ssd = Some(ssd);
+        } else if config.role == Role::Follower {
+            return Err(fail(instance, "role", "a follower reads a leader's segments; set ssd_enabled = true with it"));
+        }
+        Ok(config)
+    }
+
+    /// A pool has at least eight pages.
+    fn fit_page(&mut self, given: bool) {
+        let most = (self.dram.capacity / 8).max(4096);
+        if self.dram.page > most && !given {
+            self.dram.page = 1 << most.ilog2();
+        }
+        self.dram.page = self.dram.page.min(self.dram.capacity / 4096 * 4096);
+    }
+
+    /// Each rank of a server has a directory of its own, unless ranks share one by their roles.
+    fn place(&mut self, identity: &Identity) {
+        if self.role != Role::Standalone {
+            return;
+        }
+        let ranks = [("dp", identity.dp), ("pp", identity.pp), ("tp", identity.tp)];
+        let name: Vec<String> =
+            ranks.iter().filter(|(_, rank)| rank.1 > 1).map(|(what, rank)| format!("{what}{}", rank.0)).collect();
+        if let Some(ssd) = self.ssd.as_mut().filter(|_| !name.is_empty()) {
+            ssd.dirs.iter_mut().for_each(|dir| dir.push(name.join("_")));
+        }
+    }
+}
+
+const SIZE: &str = "a number of bytes such as 1073741824 or \"4GiB\"";
+
+fn default_dir(variable: &dyn Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")))?;
+    Some(cache.join("kvdock").join("umbp"))
+}
+
+fn expand(dir: &str, variable: &dyn Fn(&str) -> Option<String>) -> PathBuf {
+    match (dir.strip_prefix("~/"), variable("HOME")) {
+        (Some(rest), Some(home)) => PathBuf::from(home).join(rest),
+        _ => PathBuf::from(dir),
+    }
+}
+
+/// An error about a key.
+pub fn fail(instance: &str, key: &str, what: &str) -> Error {
+    let dot = if key.is_empty() { "" } else { "." };
+    Error::new(ErrorKind::InvalidConfig, format!("storage.{instance}{dot}{key}: {what}"))
+}
+
+/// True and false, also as the texts that environment variables hold.
+fn flag(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(value) => Some(*value),
+        Value::String(text) => match text.to_ascii_lowercase().as_str() {
+            "1" | "true" | "yes" | "on" => Some(true),
+            "0" | "false" | "no" | "off" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// A list of texts, or one text with commas.
+fn texts(value: &Value) -> Option<Vec<String>> {
+    match value {
+        Value::String(list) => {
+            Some(list.split(',').map(|text| text.trim().to_owned()).filter(|text| !text.is_empty()).collect())
+        }
+        Value::Array(list) => list.iter().map(|item| item.as_str().map(str::to_owned)).collect(),
+        _ => None,
+    }
+}
+
+/// A size: an integer, or digits with a unit (`k`, `M`, `G`, `T`; with `i` for powers of 1024), with or without `B`.
+fn size(value: &Value) -> Option<u64> {
+    if let Some(number) = value.as_u64() {
+        return Some(number);
+    }
+    let text = value.as_str()?.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at_checked(digits)?;
+    let unit = unit.trim_start();
+    let unit = unit.strip_suffix('B').unwrap_or(unit);
+    let factor: u64 = match unit {
+        "" => 1,
+        "k" | "K" => 1000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
+        "ki" | "Ki" => 1 << 10,
+        "Mi" => 1 << 20,
+        "Gi" => 1 << 30,
+        "Ti" => 1 << 40,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(factor)
+}

@@ -1,0 +1,55 @@
+//! Environment variables that other nodes of UMBP read too.
+
+use serde_json::{Map, Value};
+
+/// Names of variables and the keys they stand for.
+const VARIABLES: &[(&str, &str)] = &[
+    ("UMBP_DRAM_CAPACITY", "dram_capacity_bytes"),
+    ("UMBP_EMBEDDED_DRAM_PAGE_SIZE", "dram_page_size"),
+    ("UMBP_DRAM_HIGH_WM", "dram_high_watermark"),
+    ("UMBP_DRAM_LOW_WM", "dram_low_watermark"),
+    ("UMBP_DRAM_USE_HUGEPAGES", "dram_use_hugepages"),
+    ("UMBP_DRAM_HUGEPAGE_SIZE", "dram_hugepage_size"),
+    ("UMBP_DRAM_NUMA_NODE", "dram_numa_node"),
+    ("UMBP_DRAM_PREFAULT", "dram_prefault"),
+    ("UMBP_SSD_ENABLED", "ssd_enabled"),
+    ("UMBP_SSD_DIR", "ssd_storage_dir"),
+    ("UMBP_SSD_CAPACITY", "ssd_capacity_bytes"),
+    ("UMBP_SSD_DURABILITY", "ssd_durability_mode"),
+    ("UMBP_SSD_BACKEND", "ssd_backend"),
+    ("UMBP_SSD_HIGH_WM", "ssd_high_watermark"),
+    ("UMBP_SSD_LOW_WM", "ssd_low_watermark"),
+    ("UMBP_SSD_DIRECT_IO", "ssd_direct_io"),
+    ("UMBP_SSD_VERIFY_CRC", "ssd_verify_crc"),
+    ("UMBP_SSD_TIER_IO_THREADS", "ssd_tier_io_threads"),
+    ("UMBP_EVICTION_POLICY", "eviction_policy"),
+    ("UMBP_ROLE", "role"),
+    ("UMBP_STANDALONE_ADDRESS", "standalone_address"),
+    ("UMBP_STANDALONE_STARTUP_TIMEOUT_MS", "standalone_startup_timeout_ms"),
+    ("UMBP_STANDALONE_AUTO_START", "standalone_auto_start"),
+    ("UMBP_NODE_ID", "node_id"),
+    ("UMBP_NODE_ADDRESS", "node_address"),
+    ("UMBP_NODE_TAGS", "node_tags"),
+    ("UMBP_MASTER_ADDRESS", "master_address"),
+];
+
+/// Completes a configuration from the environment. What the configuration itself says counts, also for the mode: a master that the
+/// environment names for others is none of ours where the configuration names a server.
+pub fn complete(given: Map<String, Value>, variable: &dyn Fn(&str) -> Option<String>) -> Map<String, Value> {
+    let mut whole = Map::new();
+    let has_server = given.contains_key("standalone_address");
+    for (name, key) in VARIABLES {
+        if let Some(text) = variable(name).filter(|text| !text.is_empty()) {
+            let number = text.trim().trim_start_matches('+').parse::<u64>().ok().filter(|_| {
+                key.ends_with("_bytes") || key.ends_with("_size") || key.ends_with("_ms") || key.ends_with("_threads")
+            });
+            let text = if *key == "role" { text.to_ascii_lowercase() } else { text };
+            whole.insert((*key).to_owned(), number.map_or(Value::String(text), Value::from));
+        }
+    }
+    if has_server || whole.contains_key("standalone_address") {
+        whole.remove("master_address");
+    }
+    whole.extend(given);
+    whole
+}

@@ -1,0 +1,281 @@
+//! The segment files of all drives.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::config::Ssd;
+use crate::segment::log::Indexed;
+use crate::segment::record::{self, Version};
+use crate::segment::{Buffer, Item, Location, Log, Options};
+
+/// Bytes that one read takes in, about.
+const RUN: u64 = 4 << 20;
+/// Buffers that are kept.
+const KEPT: usize = 8;
+
+/// Where a record lies, and on which drive.
+#[derive(Debug, Clone)]
+pub struct Place {
+    /// Number of the drive.
+    pub drive: usize,
+    /// Where on it.
+    pub at: Location,
+}
+
+impl Place {
+    /// Whether it is the same record.
+    pub fn is(&self, other: &Place) -> bool {
+        self.drive == other.drive
+            && self.at.offset == other.at.offset
+            && Arc::ptr_eq(&self.at.segment, &other.at.segment)
+    }
+}
+
+/// Takes a record's value, or what is wrong with it, by its number.
+pub type Take<'a> = &'a (dyn Fn(usize, Result<&[u8], Trouble>) + Sync);
+
+/// A key and where its record lies.
+pub type Found = (Vec<u8>, Place);
+
+/// The drives.
+#[derive(Debug)]
+pub struct Disk {
+    /// One log a drive.
+    pub logs: Vec<Log>,
+    /// Bytes over all of them.
+    pub capacity: u64,
+    /// Bytes of records above which room is made.
+    pub high: u64,
+    /// And down to which.
+    pub low: u64,
+    /// Bytes of files above which segments are reclaimed.
+    pub files: u64,
+    threads: usize,
+    buffers: Mutex<Vec<Buffer>>,
+    /// One makes room at a time.
+    pub room: Mutex<()>,
+}
+
+/// A read of one record.
+#[derive(Debug)]
+pub struct Wanted<'a> {
+    /// Whose.
+    pub key: &'a [u8],
+    /// Where.
+    pub place: Place,
+}
+
+impl Disk {
+    /// Opens the drives, and finds what is there: the newest record of each key comes last.
+    ///
+    /// # Errors
+    /// A text that says what was wrong with which directory.
+    pub fn open(config: &Ssd, follower: bool, told: &mut dyn FnMut(String)) -> Result<(Disk, Vec<Found>), String> {
+        let options = Options {
+            segment: config.segment,
+            strict: config.strict,
+            direct: config.direct,
+            verify: config.verify,
+            follower,
+        };
+        let generation = Arc::new(AtomicU64::new(0));
+        let (mut logs, mut found) = (Vec::new(), Vec::new());
+        for (drive, dir) in config.dirs.iter().enumerate() {
+            let (log, records) = Log::open(dir, options, generation.clone(), told)?;
+            logs.push(log);
+            found.extend(placed(drive, records));
+        }
+        found.sort_by_key(|(_, place)| place.at.generation);
+        let part = |part: f64| (config.capacity as f64 * part) as u64;
+        let files = config.capacity.saturating_sub(config.segment);
+        let high = part(config.high).min(config.capacity.saturating_sub(2 * config.segment));
+        let low = part(config.low).min(high);
+        let threads = config.threads.min(std::thread::available_parallelism().map_or(1, usize::from).max(2));
+        let disk = Disk {
+            logs,
+            capacity: config.capacity,
+            high,
+            low,
+            files,
+            threads,
+            buffers: Mutex::default(),
+            room: Mutex::default(),
+        };
+        Ok((disk, found))
+    }
+
+    /// Looks for records that others have written meanwhile.
+    ///
+    /// # Errors
+    /// When a directory can't be read.
+    pub fn look(&self, told: &mut dyn FnMut(String)) -> io::Result<Vec<Found>> {
+        let mut found = Vec::new();
+        for (drive, log) in self.logs.iter().enumerate() {
+            found.extend(placed(drive, log.look(told)?));
+        }
+        Ok(found)
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.logs.iter().map(Log::disk).sum()
+    }
+
+    /// Bytes of records that count.
+    pub fn live(&self) -> u64 {
+        self.logs.iter().map(Log::live).sum()
+    }
+
+    /// Appends records, spread over the drives so that they fill evenly. All or none.
+    ///
+    /// # Errors
+    /// When they could not be written.
+    ///
+    /// # Safety
+    /// As for [`Log::append`].
+    pub unsafe fn append(&self, items: &[Item<'_>]) -> io::Result<Vec<Place>> {
+        let emptiest = |except: &[u64]| -> usize {
+            let bytes = self.logs.iter().zip(except).map(|(log, more)| log.live() + more);
+            bytes.enumerate().min_by_key(|(_, bytes)| *bytes).map_or(0, |(drive, _)| drive)
+        };
+        let mut added = vec![0u64; self.logs.len()];
+        let mut parts: Vec<Vec<usize>> = vec![Vec::new(); self.logs.len()];
+        for (number, item) in items.iter().enumerate() {
+            let drive = emptiest(&added);
+            if let (Some(added), Some(part)) = (added.get_mut(drive), parts.get_mut(drive)) {
+                *added += item.pieces.iter().map(|piece| piece.len as u64).sum::<u64>() + record::BLOCK;
+                part.push(number);
+            }
+        }
+        let mut places: Vec<Option<Place>> = vec![None; items.len()];
+        let mut error = None;
+        for (drive, (log, numbers)) in self.logs.iter().zip(parts).enumerate().filter(|(_, (_, part))| !part.is_empty())
+        {
+            let own: Vec<Item<'_>> = numbers
+                .iter()
+                .filter_map(|number| items.get(*number))
+                .map(|item| Item { key: item.key, pieces: item.pieces })
+                .collect();
+            // SAFETY: passed on to the caller.
+            match unsafe { log.append(&own) } {
+                Ok(written) => {
+                    for (number, at) in numbers.into_iter().zip(written) {
+                        if let Some(place) = places.get_mut(number) {
+                            *place = Some(Place { drive, at });
+                        }
+                    }
+                }
+                Err(failed) => error = Some(failed),
+            }
+        }
+        let places: Vec<Place> = places.into_iter().flatten().collect();
+        match error {
+            Some(error) => {
+                places.iter().for_each(|place| self.forget(place));
+                Err(error)
+            }
+            None => Ok(places),
+        }
+    }
+
+    /// A record does not count any more.
+    pub fn forget(&self, place: &Place) {
+        if let Some(log) = self.logs.get(place.drive) {
+            log.forget(&place.at);
+        }
+    }
+
+    /// Reads records and gives each to `take`, as its value or as what is wrong with it. Records that lie one after another are read at once, and runs
+    /// by several threads.
+    pub fn read(&self, wanted: &[Wanted<'_>], take: Take<'_>) {
+        let mut order: Vec<usize> = (0..wanted.len()).collect();
+        let key = |number: usize| {
+            wanted.get(number).map(|wanted| (wanted.place.drive, wanted.place.at.segment.id, wanted.place.at.offset))
+        };
+        order.sort_unstable_by_key(|number| key(*number));
+        let mut runs: Vec<&[usize]> = Vec::new();
+        let (mut start, mut bytes) = (0, 0);
+        for (at, number) in order.iter().enumerate() {
+            let Some(place) = wanted.get(*number).map(|wanted| &wanted.place) else { continue };
+            let follows = at > start
+                && order.get(at - 1).and_then(|before| wanted.get(*before)).is_some_and(|before| {
+                    let before = &before.place.at;
+                    Arc::ptr_eq(&before.segment, &place.at.segment)
+                        && before.offset + before.len() == place.at.offset
+                        && before.version == place.at.version
+                });
+            if at > start && (!follows || bytes + place.at.len() > RUN) {
+                runs.push(order.get(start..at).unwrap_or_default());
+                (start, bytes) = (at, 0);
+            }
+            bytes += place.at.len();
+        }
+        if start < order.len() {
+            runs.push(order.get(start..).unwrap_or_default());
+        }
+        let next = AtomicUsize::new(0);
+        let work = || {
+            let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+            while let Some(run) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                read_run(wanted, run, &mut buffer, take);
+            }
+            let mut buffers = self.buffers.lock();
+            if buffers.len() < KEPT {
+                buffer.shrink(4 * RUN as usize);
+                buffers.push(buffer);
+            }
+        };
+        let threads = self.threads.min(runs.len());
+        if threads < 2 {
+            return work();
+        }
+        std::thread::scope(|scope| {
+            (1..threads).for_each(|_| {
+                // Where there is no further thread, this one does it all.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            });
+            work();
+        });
+    }
+}
+
+/// Why a record could not be read.
+#[derive(Debug)]
+pub enum Trouble {
+    /// The file can't be read.
+    Io(String),
+    /// Its bytes are wrong.
+    Corrupt(String),
+}
+
+fn placed(drive: usize, records: Vec<Indexed>) -> impl Iterator<Item = Found> {
+    records.into_iter().map(move |(key, at)| (key, Place { drive, at }))
+}
+
+fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: Take<'_>) {
+    let of = |number: &usize| wanted.get(*number);
+    let (Some(first), Some(last)) = (run.first().and_then(of), run.last().and_then(of)) else { return };
+    let start = first.place.at.offset;
+    let len = (last.place.at.offset + last.place.at.len() - start) as usize;
+    buffer.reserve(len);
+    let aligned = first.place.at.version == Version::Three;
+    let read = first.place.at.segment.read(buffer.bytes_mut().get_mut(..len).unwrap_or_default(), start, aligned);
+    for number in run {
+        let Some(wanted) = wanted.get(*number) else { continue };
+        let at = (wanted.place.at.offset - start) as usize;
+        let record = buffer.bytes().get(at..at + wanted.place.at.len() as usize).unwrap_or_default();
+        match &read {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                take(*number, Err(Trouble::Corrupt("its file is too short".to_owned())));
+            }
+            Err(error) => take(*number, Err(Trouble::Io(error.to_string()))),
+            Ok(()) => match record::open(record, wanted.key) {
+                Ok((_, value)) => take(*number, Ok(value)),
+                Err(why) => take(*number, Err(Trouble::Corrupt(why))),
+            },
+        }
+    }
+}

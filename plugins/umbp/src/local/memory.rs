@@ -1,0 +1,291 @@
+//! The pool of memory: one mapping, given out in pages.
+
+use std::collections::BTreeMap;
+
+use kvdock_plugin_api::{Error, ErrorKind, Result};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::config::Dram;
+use crate::object::{Piece, Range};
+
+/// Runs of pages: first page and number.
+pub type Extents = Vec<(u32, u32)>;
+
+/// The mapping.
+#[derive(Debug)]
+pub struct Memory {
+    base: *mut u8,
+    mapped: usize,
+    page: u64,
+    pages: u32,
+}
+
+// SAFETY: the mapping lives as long as this does; who may touch which pages is said by the allocator's users.
+unsafe impl Send for Memory {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Maps memory.
+    ///
+    /// # Errors
+    /// When there is not so much, or no such NUMA node.
+    pub fn map(config: &Dram) -> Result<Memory> {
+        let pages = u32::try_from(config.capacity / config.page)
+            .map_err(|_| Error::new(ErrorKind::InvalidConfig, "dram_page_size: too small for so much memory"))?;
+        let len = pages as usize * config.page as usize;
+        let map = |flags: MapFlags, len: usize| {
+            // SAFETY: a fresh anonymous mapping at an address that the kernel chooses.
+            unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags) }
+        };
+        let plain = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let huge = config.huge_page.and_then(|size| {
+            let flags = plain | MapFlags::HUGETLB | MapFlags::from_bits_retain(size.ilog2() << 26);
+            let mapped = len.next_multiple_of(size as usize);
+            map(flags, mapped).ok().map(|base| (base, mapped))
+        });
+        let (base, mapped) = match huge {
+            Some(found) => found,
+            None => {
+                let base = map(plain, len).map_err(|error| {
+                    Error::new(ErrorKind::Unavailable, format!("{len} bytes of memory can't be mapped: {error}"))
+                })?;
+                (base, len)
+            }
+        };
+        let memory = Memory { base: base.cast(), mapped, page: config.page, pages };
+        if let Some(node) = config.numa_node {
+            memory.bind(node)?;
+        }
+        if config.prefault {
+            // SAFETY: the range is the mapping just made. Where the kernel does not know the advice, pages come when they are touched.
+            let _ = unsafe { madvise(base, mapped, Advice::LinuxPopulateWrite) };
+        }
+        Ok(memory)
+    }
+
+    fn bind(&self, node: u32) -> Result<()> {
+        const BIND: libc::c_long = 2;
+        let mut mask = [0u64; 16];
+        if let Some(word) = mask.get_mut(node as usize / 64) {
+            *word = 1 << (node % 64);
+        }
+        // SAFETY: the range is the mapping, and the mask has the 1024 bits that the call is told of.
+        let done = unsafe { libc::syscall(libc::SYS_mbind, self.base, self.mapped, BIND, mask.as_ptr(), 1025, 0) };
+        if done != 0 {
+            let error = std::io::Error::last_os_error();
+            return Err(Error::new(ErrorKind::InvalidConfig, format!("dram_numa_node: node {node}: {error}")));
+        }
+        Ok(())
+    }
+
+    /// Number of pages.
+    pub fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// Pages that so many bytes take.
+    pub fn pages_for(&self, len: u64) -> u64 {
+        len.div_ceil(self.page).max(1)
+    }
+
+    /// The bytes of an object in its extents.
+    pub fn pieces(&self, extents: &[(u32, u32)], len: u64) -> Vec<Piece> {
+        let mut left = len;
+        let mut pieces = Vec::with_capacity(extents.len());
+        for (first, count) in extents {
+            let part = (u64::from(*count) * self.page).min(left);
+            let at = u64::from(*first) * self.page;
+            pieces.push(Piece { base: self.base.wrapping_add(at as usize), len: part as usize });
+            left -= part;
+        }
+        pieces
+    }
+
+    /// Copies an object in.
+    ///
+    /// # Safety
+    /// The pieces can be read, and the extents belong to the caller alone.
+    pub unsafe fn fill(&self, extents: &[(u32, u32)], len: u64, pieces: &[Piece]) {
+        let mut at = 0;
+        for piece in pieces {
+            let range = Range { offset: at, piece: *piece };
+            // SAFETY: passed on to the caller.
+            unsafe { self.copy(extents, len, &range, true) };
+            at += piece.len as u64;
+        }
+    }
+
+    /// Copies a range of an object out.
+    ///
+    /// # Safety
+    /// The piece can be written and nobody else touches it; nobody writes the extents.
+    pub unsafe fn read(&self, extents: &[(u32, u32)], len: u64, range: &Range) {
+        // SAFETY: passed on to the caller.
+        unsafe { self.copy(extents, len, range, false) }
+    }
+
+    unsafe fn copy(&self, extents: &[(u32, u32)], len: u64, range: &Range, inwards: bool) {
+        let mut skip = range.offset;
+        let mut outside = range.piece;
+        let mut left = len;
+        for (first, count) in extents {
+            let bytes = (u64::from(*count) * self.page).min(left);
+            left -= bytes;
+            if skip >= bytes {
+                skip -= bytes;
+                continue;
+            }
+            let part = ((bytes - skip) as usize).min(outside.len);
+            let inside = self.base.wrapping_add((u64::from(*first) * self.page + skip) as usize);
+            skip = 0;
+            // SAFETY: the extents are pages of the mapping, the piece is the caller's, and the two never overlap: the mapping is ours.
+            unsafe {
+                if inwards {
+                    std::ptr::copy_nonoverlapping(outside.base, inside, part);
+                } else {
+                    std::ptr::copy_nonoverlapping(inside, outside.base, part);
+                }
+            }
+            outside = Piece { base: outside.base.wrapping_add(part), len: outside.len - part };
+            if outside.len == 0 {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made here, and nothing refers to it any more.
+        let _ = unsafe { munmap(self.base.cast(), self.mapped) };
+    }
+}
+
+/// Which pages are free.
+#[derive(Debug)]
+pub struct Pages {
+    /// First page of a free run, and its length.
+    runs: BTreeMap<u32, u32>,
+    free: u32,
+    total: u32,
+}
+
+/// Free runs that are looked at for one that is long enough.
+const LOOK: usize = 64;
+
+impl Pages {
+    /// All of them free.
+    pub fn new(total: u32) -> Pages {
+        Pages { runs: BTreeMap::from_iter((total > 0).then_some((0, total))), free: total, total }
+    }
+
+    /// Pages in use.
+    pub fn used(&self) -> u32 {
+        self.total - self.free
+    }
+
+    /// All pages.
+    pub fn total(&self) -> u32 {
+        self.total
+    }
+
+    /// Takes `count` pages, all or none: one run where one is found, else several.
+    pub fn take(&mut self, count: u32) -> Option<Extents> {
+        if count == 0 || count > self.free {
+            return None;
+        }
+        let whole = self.runs.iter().take(LOOK).find(|(_, len)| **len >= count).map(|(first, len)| (*first, *len));
+        let mut extents = Extents::new();
+        let mut left = count;
+        if let Some((first, len)) = whole {
+            self.runs.remove(&first);
+            if len > count {
+                self.runs.insert(first + count, len - count);
+            }
+            extents.push((first, count));
+            left = 0;
+        }
+        while left > 0 {
+            let (first, len) = self.runs.pop_first()?;
+            let part = len.min(left);
+            if len > part {
+                self.runs.insert(first + part, len - part);
+            }
+            extents.push((first, part));
+            left -= part;
+        }
+        self.free -= count;
+        Some(extents)
+    }
+
+    /// Gives pages back.
+    pub fn give(&mut self, extents: &[(u32, u32)]) {
+        for (first, count) in extents {
+            self.free += count;
+            let (mut first, mut count) = (*first, *count);
+            if let Some((before, len)) = self.runs.range(..first).next_back().map(|(before, len)| (*before, *len))
+                && before + len == first
+            {
+                self.runs.remove(&before);
+                first = before;
+                count += len;
+            }
+            if let Some(len) = self.runs.remove(&(first + count)) {
+                count += len;
+            }
+            self.runs.insert(first, count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_come_in_one_run_or_scattered_and_all_or_none() {
+        let mut pages = Pages::new(16);
+        let runs: Vec<Extents> = (0..4).map(|_| pages.take(4).unwrap()).collect();
+        assert_eq!(pages.used(), 16);
+        assert_eq!(pages.take(1), None);
+        pages.give(&runs[0]);
+        pages.give(&runs[2]);
+        let scattered = pages.take(6).unwrap();
+        assert_eq!(scattered.iter().map(|(_, count)| count).sum::<u32>(), 6);
+        assert!(scattered.len() > 1);
+        assert_eq!(pages.take(3), None);
+        pages.give(&scattered);
+        pages.give(&runs[1]);
+        pages.give(&runs[3]);
+        assert_eq!((pages.used(), pages.take(16)), (0, Some(vec![(0, 16)])));
+    }
+
+    #[test]
+    fn objects_come_back_from_scattered_pages() {
+        let config = Dram {
+            capacity: 64 << 10,
+            page: 4096,
+            high: 0.9,
+            low: 0.7,
+            huge_page: None,
+            numa_node: None,
+            prefault: true,
+        };
+        let memory = Memory::map(&config).unwrap();
+        let extents = [(3, 1), (9, 2), (1, 1)];
+        let mut bytes: Vec<u8> = (0..13_000u32).map(|i| (i % 251) as u8).collect();
+        let (head, tail) = bytes.split_at_mut(5000);
+        let pieces =
+            [Piece { base: head.as_mut_ptr(), len: head.len() }, Piece { base: tail.as_mut_ptr(), len: tail.len() }];
+        // SAFETY: nobody else has the extents or the vectors.
+        unsafe { memory.fill(&extents, 13_000, &pieces) };
+        for (offset, len) in [(0, 13_000), (4000, 200), (8190, 4200), (12_999, 1)] {
+            let mut out = vec![0; len];
+            let range = Range { offset: offset as u64, piece: Piece { base: out.as_mut_ptr(), len } };
+            // SAFETY: as above.
+            unsafe { memory.read(&extents, 13_000, &range) };
+            assert!(out == bytes[offset..offset + len], "{offset}");
+        }
+    }
+}

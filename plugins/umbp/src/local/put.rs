@@ -1,0 +1,216 @@
+//! Storing objects.
+
+use std::time::Duration;
+
+use kvdock_plugin_api::{Call, Result};
+
+use super::{Tiers, spread};
+use crate::config::Role;
+use crate::local::memory::Extents;
+use crate::object::{Put, Stored};
+use crate::segment::Item;
+
+/// How long a put waits for memory that others are about to free, between looks.
+const LOOK: Duration = Duration::from_millis(20);
+
+impl Tiers {
+    /// Stores objects.
+    ///
+    /// # Safety
+    /// The pieces can be read, and nobody writes them meanwhile.
+    pub(super) unsafe fn put(&self, puts: &[Put], call: &Call<'_>) -> Result<Vec<Stored>> {
+        if self.config.role == Role::Follower {
+            let names: Vec<Vec<u8>> = puts.iter().map(|put| put.name.clone()).collect();
+            let there = self.exists(&names);
+            // Nothing is said to be stored that is not.
+            return Ok(there.into_iter().map(|there| if there { Stored::Yes } else { Stored::Refused }).collect());
+        }
+        let mut stored = vec![Stored::Refused; puts.len()];
+        let mut open: Vec<usize> = Vec::new();
+        {
+            let mut state = self.state.write();
+            for (number, put) in puts.iter().enumerate() {
+                match state.find(&put.name) {
+                    Some(slot) => {
+                        state.touch(slot);
+                        set(&mut stored, number, Stored::Yes);
+                    }
+                    None => open.push(number),
+                }
+            }
+        }
+        let mut written: Vec<u32> = Vec::new();
+        let mut rest = open.as_slice();
+        while !rest.is_empty() {
+            call.check()?;
+            let (taken, needed) = self.take(puts, rest);
+            if taken.is_empty() {
+                let Some((number, later)) = rest.split_first() else { break };
+                let Some(put) = puts.get(*number) else { break };
+                if needed > u64::from(self.memory.pages()) {
+                    // SAFETY: passed on to the caller.
+                    set(&mut stored, *number, unsafe { self.put_on_disk(put) });
+                    rest = later;
+                } else if !self.make_room(needed as u32, call)? {
+                    rest = later;
+                }
+                continue;
+            }
+            rest = rest.get(taken.len()..).unwrap_or_default();
+            let bytes = taken.iter().filter_map(|(number, _)| puts.get(*number)).map(Put::len).sum();
+            spread(taken.len(), bytes, |at| {
+                if let Some((number, extents)) = taken.get(at)
+                    && let Some(put) = puts.get(*number)
+                {
+                    // SAFETY: the extents were taken for this object alone; the pieces are the caller's promise.
+                    unsafe { self.memory.fill(extents, put.len(), &put.pieces) };
+                }
+            });
+            let mut state = self.state.write();
+            for (number, extents) in taken {
+                let Some(put) = puts.get(number) else { continue };
+                match state.find(&put.name) {
+                    // It comes twice in the batch, or another call was first.
+                    Some(_) => state.pages.give(&extents),
+                    None => written.push(state.insert(&put.name, put.len(), put.depth, Some(extents), None)),
+                }
+                set(&mut stored, number, Stored::Yes);
+            }
+            drop(state);
+        }
+        if self.config.role == Role::Leader {
+            self.copy_to_disk(&written, puts, &mut stored);
+        }
+        self.settle_memory();
+        Ok(stored)
+    }
+
+    /// Takes memory for as many as there is room for, and says how many pages the first one that got none needs.
+    fn take(&self, puts: &[Put], open: &[usize]) -> (Vec<(usize, Extents)>, u64) {
+        let mut taken = Vec::new();
+        let mut state = self.state.write();
+        for number in open {
+            let Some(put) = puts.get(*number) else { break };
+            let needed = self.memory.pages_for(put.len());
+            let extents = u32::try_from(needed).ok().and_then(|needed| state.pages.take(needed));
+            match extents {
+                Some(extents) => taken.push((*number, extents)),
+                None => return (taken, needed),
+            }
+        }
+        (taken, 0)
+    }
+
+    /// Frees memory until so many pages are free; false when it can't.
+    fn make_room(&self, needed: u32, call: &Call<'_>) -> Result<bool> {
+        loop {
+            {
+                let state = self.state.read();
+                if state.pages.total() - state.pages.used() >= needed {
+                    return Ok(true);
+                }
+            }
+            call.check()?;
+            if !self.free_some(needed) {
+                let busy = self.state.read().slots().any(|(_, entry)| entry.pins > 0);
+                if !busy {
+                    // Somebody may have freed some between the two looks.
+                    let state = self.state.read();
+                    return Ok(state.pages.total() - state.pages.used() >= needed);
+                }
+                self.wait(LOOK);
+            }
+        }
+    }
+
+    /// An object that is larger than all of memory.
+    unsafe fn put_on_disk(&self, put: &Put) -> Stored {
+        let Some(disk) = &self.disk else { return Stored::Refused };
+        let len = crate::segment::record::record_len(
+            crate::segment::record::Version::Three,
+            put.name.len() as u32,
+            u32::try_from(put.len()).unwrap_or(u32::MAX),
+        );
+        if u32::try_from(put.len()).is_err() || !self.make_disk_room(len) {
+            return Stored::Refused;
+        }
+        // SAFETY: passed on to the caller.
+        match unsafe { disk.append(&[Item { key: &put.name, pieces: &put.pieces }]) } {
+            Ok(places) => {
+                self.went_well();
+                let mut state = self.state.write();
+                for place in places {
+                    if state.find(&put.name).is_some() {
+                        disk.forget(&place);
+                    } else {
+                        state.insert(&put.name, put.len(), put.depth, None, Some(place));
+                    }
+                }
+                Stored::Yes
+            }
+            Err(error) => {
+                let what = format!("a segment can't be written: {error}");
+                self.failed(&what);
+                Stored::Failed(what)
+            }
+        }
+    }
+
+    /// A leader's copies: in the background, or at once. A copy at once that fails is no success.
+    fn copy_to_disk(&self, written: &[u32], puts: &[Put], stored: &mut [Stored]) {
+        let background = if self.config.pipeline.background {
+            let mut queue = self.queue.lock();
+            let room = self.config.pipeline.queue.saturating_sub(queue.len()).min(written.len());
+            queue.extend(written.iter().take(room));
+            room
+        } else {
+            0
+        };
+        if background > 0 {
+            self.ring();
+        }
+        let now = written.get(background..).unwrap_or_default();
+        let mut names = Vec::new();
+        for slots in now.chunks(self.config.pipeline.batch) {
+            if let Err(what) = self.write_out(slots)
+                && !self.config.pipeline.background
+            {
+                let state = self.state.read();
+                let failed = slots.iter().filter_map(|slot| state.get(*slot)).filter(|entry| entry.disk.is_none());
+                names.extend(failed.map(|entry| (entry.name.clone(), what.clone())));
+            }
+        }
+        for (put, stored) in puts.iter().zip(stored).filter(|_| !names.is_empty()) {
+            if let Some((_, what)) = names.iter().find(|(name, _)| **name == *put.name) {
+                *stored = Stored::Failed(what.clone());
+            }
+        }
+    }
+
+    /// Above its high watermark memory is freed down to the low one: here when there is no disk, else by the copying threads.
+    fn settle_memory(&self) {
+        if self.state.read().used() < self.config.dram.high {
+            return;
+        }
+        if self.disk.is_some() {
+            self.ring();
+            return;
+        }
+        while self.state.read().used() > self.config.dram.low {
+            let over = {
+                let state = self.state.read();
+                let low = (f64::from(state.pages.total()) * self.config.dram.low) as u32;
+                state.pages.used().saturating_sub(low)
+            };
+            if !self.free_some(over) {
+                return;
+            }
+        }
+    }
+}
+
+fn set(stored: &mut [Stored], number: usize, to: Stored) {
+    if let Some(entry) = stored.get_mut(number) {
+        *entry = to;
+    }
+}

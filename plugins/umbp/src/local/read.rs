@@ -1,0 +1,205 @@
+//! Reading objects.
+
+use std::sync::atomic::Ordering;
+
+use kvdock_plugin_api::{Call, LogLevel, Result};
+use parking_lot::Mutex;
+
+use super::disk::{Place, Trouble, Wanted};
+use super::{Tiers, spread};
+use crate::config::Role;
+use crate::local::memory::Extents;
+use crate::object::{Got, Piece, Read};
+
+/// Where an object is read from.
+enum Source {
+    Memory(u32, Extents),
+    Disk(u32, Place),
+}
+
+/// How often a record that was moved meanwhile is looked for again.
+const ROUNDS: usize = 4;
+
+impl Tiers {
+    /// Reads ranges of objects.
+    ///
+    /// # Safety
+    /// The pieces can be written, nobody else touches them, and no two overlap.
+    pub(super) unsafe fn get(&self, reads: &[Read], call: &Call<'_>) -> Result<Vec<Got>> {
+        let mut got = vec![Got::Missing; reads.len()];
+        let mut open: Vec<usize> = (0..reads.len()).collect();
+        for round in 0..ROUNDS {
+            call.check()?;
+            // SAFETY: passed on to the caller.
+            open = unsafe { self.get_round(reads, &open, &mut got) };
+            let missing = round == 0 && self.config.role == Role::Follower && got.contains(&Got::Missing);
+            if missing && self.look_again() {
+                let lost = got.iter().enumerate().filter(|(_, got)| **got == Got::Missing).map(|(number, _)| number);
+                open.extend(lost);
+                open.sort_unstable();
+                open.dedup();
+            }
+            if open.is_empty() {
+                break;
+            }
+        }
+        Ok(got)
+    }
+
+    /// Gives those that have to be looked for again.
+    unsafe fn get_round(&self, reads: &[Read], open: &[usize], got: &mut [Got]) -> Vec<usize> {
+        let (mut in_memory, mut on_disk) = (Vec::new(), Vec::new());
+        let mut bytes = 0;
+        {
+            let mut state = self.state.write();
+            for number in open {
+                let (Some(read), Some(entry)) = (reads.get(*number), got.get_mut(*number)) else { continue };
+                let source = match self.source(&state, read) {
+                    Ok(source) => source,
+                    Err(what) => {
+                        *entry = what;
+                        continue;
+                    }
+                };
+                match source {
+                    Source::Memory(slot, extents) => {
+                        state.pin(slot);
+                        state.touch(slot);
+                        bytes += read.ranges.iter().map(|range| range.piece.len as u64).sum::<u64>();
+                        in_memory.push((*number, slot, extents));
+                    }
+                    Source::Disk(slot, place) => {
+                        state.touch(slot);
+                        on_disk.push((*number, slot, place));
+                    }
+                }
+            }
+        }
+        spread(in_memory.len(), bytes, |at| {
+            if let Some((number, _, extents)) = in_memory.get(at)
+                && let Some(read) = reads.get(*number)
+            {
+                for range in &read.ranges {
+                    // SAFETY: the object is pinned, so nobody writes its pages; the pieces are the caller's promise.
+                    unsafe { self.memory.read(extents, read.len, range) };
+                }
+            }
+        });
+        if !in_memory.is_empty() {
+            let mut state = self.state.write();
+            for (number, slot, _) in &in_memory {
+                state.unpin(*slot);
+                if let Some(entry) = got.get_mut(*number) {
+                    *entry = Got::Yes;
+                }
+            }
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.read_disk(reads, &on_disk, got) }
+    }
+
+    fn source(&self, state: &super::State, read: &Read) -> Result<Source, Got> {
+        let slot = state.find(&read.name).ok_or(Got::Missing)?;
+        let entry = state.get(slot).ok_or(Got::Missing)?;
+        if entry.len != read.len {
+            return Err(Got::Corrupt(format!("it has {} bytes, not {}", entry.len, read.len)));
+        }
+        match (&entry.memory, &entry.disk) {
+            (Some(extents), _) => Ok(Source::Memory(slot, extents.clone())),
+            (None, Some(place)) => Ok(Source::Disk(slot, place.clone())),
+            (None, None) => Err(Got::Missing),
+        }
+    }
+
+    unsafe fn read_disk(&self, reads: &[Read], on_disk: &[(usize, u32, Place)], got: &mut [Got]) -> Vec<usize> {
+        let Some(disk) = self.disk.as_ref().filter(|_| !on_disk.is_empty()) else { return Vec::new() };
+        let wanted: Vec<Wanted<'_>> = on_disk
+            .iter()
+            .filter_map(|(number, _, place)| Some(Wanted { key: &reads.get(*number)?.name, place: place.clone() }))
+            .collect();
+        let outcomes: Vec<Mutex<Option<Trouble>>> = on_disk.iter().map(|_| Mutex::default()).collect();
+        disk.read(&wanted, &|at, value| {
+            let Some((number, _, _)) = on_disk.get(at) else { return };
+            let (Some(read), Some(outcome)) = (reads.get(*number), outcomes.get(at)) else { return };
+            match value {
+                Ok(value) if value.len() as u64 == read.len => {
+                    for range in &read.ranges {
+                        let from = value.get(range.offset as usize..).and_then(|from| from.get(..range.piece.len));
+                        if let Some(from) = from {
+                            // SAFETY: the piece is the caller's to be written, and the value lies in a buffer of ours.
+                            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), range.piece.base, from.len()) };
+                        }
+                    }
+                    if self.config.promote {
+                        self.promote(&read.name, value);
+                    }
+                }
+                Ok(value) => *outcome.lock() = Some(Trouble::Corrupt(format!("it has {} bytes", value.len()))),
+                Err(trouble) => *outcome.lock() = Some(trouble),
+            }
+        });
+        let mut again = Vec::new();
+        let mut places = Vec::new();
+        for ((number, slot, place), outcome) in on_disk.iter().zip(outcomes) {
+            let (Some(entry), Some(read)) = (got.get_mut(*number), reads.get(*number)) else { continue };
+            match outcome.into_inner() {
+                None => *entry = Got::Yes,
+                Some(Trouble::Io(what)) => {
+                    self.failed(&format!("a segment can't be read: {what}"));
+                    *entry = Got::Failed(what);
+                }
+                Some(Trouble::Corrupt(what)) => {
+                    let mut state = self.state.write();
+                    let found = state.find(&read.name);
+                    let same = found == Some(*slot)
+                        && state.get(*slot).and_then(|entry| entry.disk.as_ref()).is_some_and(|at| at.is(place));
+                    if !same {
+                        // It was moved or removed while it was read.
+                        *entry = Got::Missing;
+                        again.push(*number);
+                        continue;
+                    }
+                    places.extend(state.drop_disk(*slot));
+                    drop(state);
+                    let name = String::from_utf8_lossy(&read.name).into_owned();
+                    self.host.log(LogLevel::Warn, "umbp", &format!("the record of {name} is corrupt: {what}"));
+                    *entry = Got::Corrupt(what);
+                }
+            }
+        }
+        self.forget(&places);
+        again
+    }
+
+    /// A copy in memory of what was read from disk, where there is room below the high watermark.
+    fn promote(&self, name: &[u8], value: &[u8]) {
+        let len = value.len() as u64;
+        let Ok(needed) = u32::try_from(self.memory.pages_for(len)) else { return };
+        let extents = {
+            let mut state = self.state.write();
+            let high = f64::from(state.pages.total()) * self.config.dram.high;
+            if f64::from(state.pages.used()) + f64::from(needed) > high {
+                return;
+            }
+            state.pages.take(needed)
+        };
+        let Some(extents) = extents else { return };
+        let piece = Piece { base: value.as_ptr().cast_mut(), len: value.len() };
+        // SAFETY: the extents were taken for this copy alone, and the piece is only read.
+        unsafe { self.memory.fill(&extents, len, &[piece]) };
+        let mut state = self.state.write();
+        let slot = state.find(name);
+        let target =
+            slot.and_then(|slot| state.get_mut(slot)).filter(|entry| entry.memory.is_none() && entry.len == len);
+        match target {
+            Some(entry) => {
+                entry.memory = Some(extents);
+                if let Some(slot) = slot {
+                    state.recent.touch(slot);
+                }
+                self.promoted.fetch_add(1, Ordering::Relaxed);
+            }
+            None => state.pages.give(&extents),
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! The real services.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+const RELEASE: &str = "1.2.4";
+
+/// Where the published programs lie.
+fn home() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().parent().unwrap();
+    let home = root.join(".cache").join(format!("umbp-{RELEASE}")).canonicalize();
+    let there = home.as_ref().is_ok_and(|home| home.join("stamp").exists());
+    assert!(there, "this test runs the real UMBP {RELEASE}; `cargo xtask setup` fetches it into .cache/umbp-{RELEASE}");
+    home.unwrap()
+}
+
+fn command(log: &Path) -> Command {
+    let log = File::options().create(true).append(true).open(log).unwrap();
+    let mut command = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/peer/run.sh"));
+    command.arg(home()).stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    command
+}
+
+/// A running server of a node.
+pub struct Server {
+    child: Child,
+    pub scratch: tempfile::TempDir,
+    memory: u64,
+}
+
+impl Server {
+    pub fn start(memory: u64) -> Server {
+        let scratch = tempfile::tempdir().unwrap();
+        let child = Server::spawn(scratch.path(), memory);
+        let mut server = Server { child, scratch, memory };
+        server.wait();
+        server
+    }
+
+    fn spawn(scratch: &Path, memory: u64) -> Child {
+        command(&scratch.join("server.log"))
+            .args(["standalone", &format!("unix://{}", scratch.join("node.grpc.sock").display())])
+            .env("UMBP_DRAM_CAPACITY", memory.to_string())
+            .env("UMBP_EMBEDDED_DRAM_PAGE_SIZE", "4096")
+            .spawn()
+            .unwrap()
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.scratch.path().join("server.log")).unwrap_or_default()
+    }
+
+    fn wait(&mut self) {
+        let began = Instant::now();
+        while !self.log().contains("[StandaloneServer] running on") {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "the server ended: {ended:?}\n{}", self.log());
+            assert!(began.elapsed() < Duration::from_secs(120), "the server does not start\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    pub fn address(&self) -> String {
+        format!("unix://{}", self.scratch.path().join("node.grpc.sock").display())
+    }
+
+    pub fn config(&self) -> String {
+        json!({"standalone_address": self.address()}).to_string()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Starts it again, with nothing that it knew.
+    pub fn start_again(&mut self) {
+        std::fs::remove_file(self.scratch.path().join("server.log")).unwrap();
+        self.child = Server::spawn(self.scratch.path(), self.memory);
+        self.wait();
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The published Python client in a process of its own.
+pub struct Official {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    scratch: tempfile::TempDir,
+}
+
+impl Official {
+    /// None where there is no CPython 3.12, for which it is made.
+    pub fn start(server: &Server) -> Option<Official> {
+        let scratch = tempfile::tempdir().unwrap();
+        let mut child = command(&scratch.path().join("client.log"))
+            .arg("client")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut official = Official { child, input, output, scratch };
+        let answer = official.ask(&json!({"op": "connect", "address": server.address()}));
+        let Some(answer) = answer else {
+            assert_eq!(official.child.wait().unwrap().code(), Some(3), "{}", official.log());
+            return None;
+        };
+        assert_eq!(answer["ok"], json!(true), "{answer}");
+        Some(official)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.scratch.path().join("client.log")).unwrap_or_default()
+    }
+
+    /// The answer; none when the client has ended.
+    pub fn ask(&mut self, request: &Value) -> Option<Value> {
+        writeln!(self.input, "{request}").ok()?;
+        let mut line = String::new();
+        (self.output.read_line(&mut line).unwrap() > 0).then(|| serde_json::from_str(&line).unwrap())
+    }
+}
+
+impl Drop for Official {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,11 @@
+//! Memory and disk of this process: what the rules of the boundary do not say.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod common;
+mod local {
+    mod captures;
+    mod hazards;
+    mod kills;
+    mod model;
+    mod tiers;
+}
