@@ -17,6 +17,7 @@ mod row;
 mod sample;
 mod store;
 mod swaps;
+mod tree;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -94,7 +95,16 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     warn_if_busy();
     let mut report = Report::new(arguments.json.as_deref())?;
-    for rows in [compute::rows, restart::rows, boundary::rows, disk::rows, memory::rows, mooncake::rows, swaps::rows] {
+    for rows in [
+        compute::rows,
+        restart::rows,
+        boundary::rows,
+        disk::rows,
+        memory::rows,
+        mooncake::rows,
+        swaps::rows,
+        tree::rows,
+    ] {
         rows(&bench, &mut report)?;
     }
     report.print();

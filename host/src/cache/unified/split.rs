@@ -64,6 +64,16 @@ impl Tree {
     /// Joins a node with those before it as long as nothing tells them apart, so that a sequence that grew page by page does not stay
     /// a chain of small nodes. The node keeps its name; the others go.
     pub fn merge_up(&mut self, node: NodeId) -> Result<(), TreeError> {
+        self.merge(node, |_, _| true)
+    }
+
+    /// As `merge_up`, for a sequence that goes on growing: joins with what is before only as long as that is no longer than what it is
+    /// joined to. Called after each page this leaves a chain as short as the logarithm of its pages, and copies each page as many times.
+    pub fn merge_growing(&mut self, node: NodeId) -> Result<(), TreeError> {
+        self.merge(node, |before, joined| before <= joined)
+    }
+
+    fn merge(&mut self, node: NodeId, goes_on: impl Fn(u32, u32) -> bool) -> Result<(), TreeError> {
         let at = self.resolve(node)?;
         if self.arena.node(at).is_root() {
             return Ok(());
@@ -72,7 +82,10 @@ impl Tree {
         let mut run = vec![at];
         let mut pages = self.arena.node(at).pages;
         let mut above = self.arena.node(at).parent;
-        while self.is_alike(above, at) && pages + self.arena.node(above).pages <= most {
+        while self.is_alike(above, at)
+            && pages + self.arena.node(above).pages <= most
+            && goes_on(self.arena.node(above).pages, pages)
+        {
             pages += self.arena.node(above).pages;
             run.push(above);
             above = self.arena.node(above).parent;

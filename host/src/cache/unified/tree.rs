@@ -78,7 +78,8 @@ impl Tree {
         }
     }
 
-    /// The root of a namespace, made if there is none.
+    /// The root of a namespace, made if there is none. It goes when the last node below it does, unless it is locked: who inserts below
+    /// it locks it first.
     pub fn root(&mut self, namespace: &CacheNamespace) -> NodeId {
         let at = match self.arena.find_root(namespace) {
             Some(at) => at,

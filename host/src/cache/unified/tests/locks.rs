@@ -114,3 +114,21 @@ fn a_sequence_that_grew_page_by_page_becomes_one_node() {
     assert_eq!(rig.tree.node_count(), 2, "one part is held by somebody who does not hold the other");
     rig.tree.unlock(lock).unwrap();
 }
+
+#[test]
+fn a_sequence_that_goes_on_growing_stays_a_few_nodes() {
+    let mut rig = Rig::new(|_| {});
+    let sequence = tokens(300, 1);
+    let mut lock = rig.tree.lock(rig.root).unwrap();
+    for page in sequence.chunks(PAGE) {
+        let end = rig.insert_from(lock.node(), page, 0, None).node;
+        let longer = rig.tree.lock(end).unwrap();
+        rig.tree.unlock(std::mem::replace(&mut lock, longer)).unwrap();
+        rig.tree.merge_growing(end).unwrap();
+        assert!(rig.tree.node_count() <= 9, "{} nodes", rig.tree.node_count());
+    }
+    let table = rig.tree.device_table(Component::Full, lock.node()).unwrap();
+    assert_eq!(table, (0..300).collect::<Vec<u32>>());
+    rig.tree.unlock(lock).unwrap();
+    assert_eq!((rig.device_pages(&sequence), rig.sizes(Component::Full)), (300, (300, 300)));
+}

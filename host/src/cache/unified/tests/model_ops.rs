@@ -216,7 +216,10 @@ impl Model {
 
     pub(super) fn merge(&mut self) {
         if let Some(node) = self.any_node() {
-            self.tree.merge_up(node).unwrap();
+            match self.random.one_in(2) {
+                true => self.tree.merge_up(node).unwrap(),
+                false => self.tree.merge_growing(node).unwrap(),
+            }
         }
     }
 

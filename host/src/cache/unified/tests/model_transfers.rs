@@ -75,6 +75,7 @@ impl Model {
         let found = self.tree.find(root, &tokens).unwrap();
         let node = self.tree.settle(found.best).unwrap();
         let needs = self.tree.load_needs(node).unwrap();
+        assert_eq!(needs.0.map(|count| count as u32), found.load.0, "what the match said, and no more");
         if needs == PerComponent::default() {
             return;
         }
@@ -146,6 +147,11 @@ impl Model {
             Kind::Load(ticket, slots) => {
                 let actions = self.tree.finish_load(ticket, ok).unwrap();
                 self.end_filling(true, slots, actions, ok);
+                if let Some((key, _)) = transfer.host.filter(|_| ok) {
+                    let root = self.tree.find_root(&self.names[key.0]).unwrap();
+                    let found = self.tree.find(root, &key.1).unwrap();
+                    assert_eq!(found.device.pages as usize, self.pages(&key.1), "all that it needs is there");
+                }
             }
             Kind::Store(ticket, written) => {
                 let bit = ticket.bit();

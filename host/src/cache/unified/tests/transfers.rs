@@ -205,3 +205,18 @@ fn what_was_emptied_is_offered_again() {
             .is_some_and(|(ticket, _)| { rig.tree.finish_store(ticket, true).is_ok() })
     );
 }
+
+#[test]
+fn a_node_is_copied_once_at_a_time() {
+    let mut rig = Rig::new(|config| (config.below, config.window) = (Below::Host, Some(2 * PAGE)));
+    let node = rig.insert(&tokens(2, 1));
+    let full = PerComponent([rig.fresh(2), Vec::new(), Vec::new()]);
+    let ticket = rig.tree.begin_backup(node, full).unwrap();
+    let window = PerComponent([Vec::new(), rig.fresh(2), Vec::new()]);
+    let refusal = rig.tree.begin_backup(node, window.clone()).unwrap_err();
+    assert!(refusal.to_string().ends_with("it is being copied already"), "the end of the one would end the other");
+    assert_eq!(rig.tree.finish_backup(ticket, true).unwrap(), Actions::default());
+    let ticket = rig.tree.begin_backup(node, window).unwrap();
+    let actions = rig.tree.finish_backup(ticket, false).unwrap();
+    assert_eq!(actions.freed_host(), PerComponent([0, 2, 0]), "the other's are not touched");
+}
