@@ -6,7 +6,7 @@
 
 use super::action::Actions;
 use super::aux::List;
-use super::component::{Component, PerComponent};
+use super::component::Component;
 use super::config::TreeError;
 use super::node::{Index, NodeId};
 use super::tree::Tree;
@@ -216,36 +216,6 @@ impl Tree {
             self.remove(at, &mut actions);
         }
         Step::Freed(actions)
-    }
-
-    /// Makes room on the device until `want` slots of each component left, or nothing more may: full attention first, then windows,
-    /// then states. What leaves along with another counts too. `apply` frees what each step says, and says whether there is room enough
-    /// already. Does not copy anything: under write-back what has no copy is dropped.
-    pub fn make_room(&mut self, want: &PerComponent<usize>, mut apply: impl FnMut(Actions) -> bool) {
-        let mut freed = PerComponent::<usize>::default();
-        for &component in self.components {
-            while freed[component] < want[component] {
-                let actions = match self.evict_device(component, want[component] - freed[component]) {
-                    Step::Freed(actions) => actions,
-                    Step::Exhausted => break,
-                    Step::BackUpFirst { node, component: Component::Full } => match self.drop_subtree(node) {
-                        Ok(actions) => actions,
-                        Err(_) => break,
-                    },
-                    Step::BackUpFirst { node, component } => match self.tombstone(component, node) {
-                        Ok(actions) => actions,
-                        Err(_) => break,
-                    },
-                };
-                let more = actions.freed_device();
-                for &component in self.components {
-                    freed[component] += more[component];
-                }
-                if apply(actions) {
-                    return;
-                }
-            }
-        }
     }
 
     /// Drops states of a path, the shallowest first, until it keeps no more than the limit: all but the tail's own, those at forks and

@@ -23,6 +23,9 @@ pub struct Match {
     pub full_pages: u32,
     /// The deepest place to go on from with what is on the device.
     pub device: Boundary,
+    /// The end of the full pages that are on the device, at least as deep as `device`: what lies between lacks a window or a state alone.
+    /// Pinned with [`Parts::FULL`](super::Parts::FULL) these pages need not be loaded a second time.
+    pub resident: Boundary,
     /// The deepest place to go on from with what is on device and host. At least as deep as `device`.
     pub best: Boundary,
     /// Slots that are to be loaded from the host to get from `device` to `best`: only what is not on the device.
@@ -56,6 +59,7 @@ impl Tree {
         let mut found = Match {
             full_pages: 0,
             device: start,
+            resident: start,
             best: start,
             load: PerComponent::default(),
             loading: false,
@@ -94,6 +98,9 @@ impl Tree {
                 loading |= cell.loading;
             }
             let here = Boundary { node: self.arena.id(child), used, pages: found.full_pages };
+            if on_device {
+                found.resident = here;
+            }
             if on_device_here {
                 found.device = here;
             }

@@ -43,15 +43,16 @@
 //! | --- | --- |
 //! | `begin` | `find`; `full_pages` and `best` say what storage is asked for, `state_branch` and `window_branch` where to leave a checkpoint |
 //! | prefetch delivered | `insert_host` with the keys of its plan |
-//! | `acquire` | `find`, `settle(best)`, `load_needs`, slots from the pools (`evict_device` for what is missing), `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `lock`, `device_table`, `count_use` |
+//! | `acquire` | `find`, `settle(best)`, `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `lock`, `device_table`, `count_use` |
 //! | `commit` | `insert` from the node of the request's lock, `lock` of the new end, `unlock` of the old one, `merge_growing` |
 //! | decoding past a window | `release_window`, and a commit hands over [`NO_SLOT`] for pages let go |
 //! | `finish`, `abort`, `preempt` | `insert` or not, `unlock`, `merge_up` |
-//! | `alloc_pages` | `evict_device` step by step, `BackUpFirst` answered by a copy and `demote` |
+//! | `alloc_pages`, slots of a load or a copy | [`Room`]: the pools, and `evict_device` or `evict_host` step by step for what they lack |
 //! | [`Action::Backup`], host tier | `backup_needs`, host slots, `begin_backup`, copy, `finish_backup`, then the queues of the backends |
 //! | a backend's queue | `begin_store` with its bit and [`Source::Host`], `key_path`, write, `finish_store` |
 //! | [`Action::Backup`], linker | `begin_store` with [`Source::Device`], once the step that wrote the pages is over; `finish_store` in the order of completion |
-//! | linker load | nothing until the verdict: slots are the request's own, and `insert` takes them afterwards |
+//! | linker load | `resident` is pinned with [`Parts::FULL`], so that only what is not on the device is loaded; the slots are the request's own until the verdict, and `insert` takes them after it |
+//! | write policy of a backend | `info`: uses, tiers, what is owed to it |
 //! | a backend leaves or was emptied | `set_stores`, `forget_stores` |
 //! | `flush` | `evict_device` and `evict_host` until `Exhausted` |
 //!
@@ -71,6 +72,7 @@ mod lock;
 mod matching;
 mod node;
 mod policy;
+mod room;
 mod span;
 mod split;
 mod transfer;
@@ -90,6 +92,7 @@ pub use lock::{Lock, Parts};
 pub use matching::{Boundary, Match};
 pub use node::NodeId;
 pub use policy::{Policy, SLRU_PROTECTED_HITS};
+pub use room::{Room, SlotPools, Tiers};
 pub use span::{KeyPath, Units};
 pub use transfer::{BackupTicket, LoadCopy, LoadTicket, Source, StoreTicket};
-pub use tree::Tree;
+pub use tree::{NodeInfo, Tree};

@@ -10,6 +10,25 @@ use super::span::KeyPath;
 use super::victims::VictimQueue;
 use crate::cache::CacheNamespace;
 
+/// What policies look at in a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// Pages of the sequence before it.
+    pub start: u32,
+    /// Its pages.
+    pub pages: u32,
+    /// Requests that used it.
+    pub hits: u32,
+    /// The highest priority of a request that inserted it or went through it.
+    pub priority: i32,
+    /// Its full pages are on the device, or on their way there.
+    pub on_device: bool,
+    /// Its full pages can be read on the host.
+    pub on_host: bool,
+    /// Stores, as bits, that are to be given the pages whatever their write policy says.
+    pub owed: u64,
+}
+
 /// The tree.
 #[derive(Debug)]
 pub struct Tree {
@@ -117,6 +136,20 @@ impl Tree {
     /// Whether the node still is there.
     pub fn contains(&self, node: NodeId) -> bool {
         self.arena.resolve(node).is_some()
+    }
+
+    /// What policies look at.
+    pub fn info(&self, node: NodeId) -> Result<NodeInfo, TreeError> {
+        let node = self.arena.node(self.resolve(node)?);
+        Ok(NodeInfo {
+            start: node.start,
+            pages: node.pages,
+            hits: node.hits,
+            priority: node.priority,
+            on_device: node.full.on_device(),
+            on_host: node.full.host_ready(),
+            owed: node.owed,
+        })
     }
 
     /// Pages of the sequence that the node ends: the end of its own.

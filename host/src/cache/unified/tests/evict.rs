@@ -221,30 +221,6 @@ fn t20_slru_protects_what_was_used_again_against_what_is_newer() {
 }
 
 #[test]
-fn t21_making_room_stops_where_there_is_enough() {
-    let mut rig = Rig::windowed();
-    for branch in 1..=8 {
-        rig.insert(&tokens(2, branch));
-    }
-    let mut freed = PerComponent::<usize>::default();
-    rig.tree.make_room(&PerComponent([5, 7, 0]), |actions| {
-        let more = actions.freed_device();
-        Component::ALL.iter().for_each(|&component| freed[component] += more[component]);
-        false
-    });
-    assert_eq!(freed, PerComponent([7, 7, 0]), "a leaf takes its window along, which counts, and a window its leaf");
-    let before = rig.sizes(Component::Full).0;
-    rig.tree.make_room(&PerComponent([6, 0, 0]), |_| true);
-    assert!(rig.sizes(Component::Full).0 >= before - 6 && rig.sizes(Component::Full).0 < before);
-    let mut steps = 0;
-    rig.tree.make_room(&PerComponent([1000, 1000, 1000]), |_| {
-        steps += 1;
-        false
-    });
-    assert_eq!(rig.sizes(Component::Full), (0, 0), "more than there is ends");
-}
-
-#[test]
 fn the_queue_of_victims_does_not_grow_with_what_came_and_went() {
     let mut rig = Rig::windowed();
     for branch in 0..2000 {
@@ -252,4 +228,38 @@ fn the_queue_of_victims_does_not_grow_with_what_came_and_went() {
         let _ = freed(rig.tree.evict_device(Component::Window, 1));
     }
     assert!(rig.tree.device_victims.len() < 100, "{} entries for no nodes", rig.tree.device_victims.len());
+}
+
+#[test]
+fn windows_and_states_leave_by_last_use() {
+    let mut rig = Rig::new(|config| {
+        config.window = Some(2 * PAGE);
+        config.states = Some(StateConfig { grid: PAGE, per_path: None });
+    });
+    let mut branch = |number: u32| {
+        let sequence = tokens(6, number);
+        let middle = rig.insert_from(rig.root, &sequence[..4 * PAGE], 0, Some(100 + number)).node;
+        let end = rig.insert_from(middle, &sequence[4 * PAGE..], 0, Some(200 + number)).node;
+        (middle, end)
+    };
+    let (first, second) = (branch(1), branch(2));
+    rig.tree.touch(first.1).unwrap();
+    let slots = |tree: &Tree, node| tree.device_slots(Component::State, node).unwrap().len();
+    // The state in the middle of the first is older than those of the second: going past it was no use of it.
+    for (expected, node) in [(0, first.0), (0, second.0)] {
+        let _ = freed(rig.tree.evict_device(Component::State, 1));
+        assert_eq!(slots(&rig.tree, node), expected);
+    }
+    let _ = freed(rig.tree.evict_device(Component::State, 1));
+    assert!(rig.tree.contains(first.1) && !rig.tree.contains(second.1), "the end of the first was used last");
+    // Of windows those that the end needs were used, and not those before them.
+    let window = |tree: &Tree, node| tree.device_slots(Component::Window, node).unwrap().len();
+    let front = rig.tree.path(first.1).unwrap()[0];
+    for _ in 0..8 {
+        if window(&rig.tree, front) == 0 {
+            break;
+        }
+        let _ = freed(rig.tree.evict_device(Component::Window, 2));
+    }
+    assert_eq!((window(&rig.tree, front), window(&rig.tree, first.1)), (0, 2));
 }

@@ -167,3 +167,41 @@ fn t05_host_windows_count_where_the_host_does() {
     assert_eq!((found.device.pages, found.best.pages, found.load), (0, 2, PerComponent([0, 2, 0])));
     assert_eq!(rig.find(&sequence).load, PerComponent([2, 2, 0]), "of windows what the end needs");
 }
+
+#[test]
+fn pages_behind_a_gap_are_used_and_not_given_twice() {
+    let mut rig = Rig::windowed();
+    let sequence = tokens(6, 1);
+    let end = rig.insert(&sequence);
+    rig.node_at(&sequence, 2);
+    let last = rig.node_at(&sequence, 6);
+    for node in rig.tree.path(last).unwrap().split_off(1) {
+        let _ = rig.tree.tombstone(Component::Window, node).unwrap();
+    }
+    let found = rig.find(&sequence);
+    assert_eq!((found.device.pages, found.resident.pages), (2, 6));
+    // A request goes on from page 2, with the full pages of the tree and windows of its own.
+    let device = rig.tree.settle(found.device).unwrap();
+    let resident = rig.tree.settle(found.resident).unwrap();
+    let pin = rig.tree.lock_parts(resident, Parts::FULL).unwrap();
+    let lock = rig.tree.lock(device).unwrap();
+    let mut full = rig.tree.device_table(Component::Full, resident).unwrap().split_off(2);
+    let mut window = rig.fresh(4);
+    window[..2].fill(NO_SLOT);
+    let insert = Insert {
+        from: device,
+        tokens: &sequence[2 * PAGE..],
+        full: &mut full,
+        window: &mut window,
+        state: None,
+        priority: 3,
+    };
+    let inserted = rig.tree.insert(insert).unwrap();
+    assert_eq!((inserted.node, inserted.actions), (end, Actions::default()), "nothing was there twice");
+    assert!(inserted.taken[Component::Full].is_empty());
+    assert_eq!(rig.device_pages(&sequence), 6);
+    let info = rig.tree.info(end).unwrap();
+    assert_eq!((info.start + info.pages, info.priority, info.on_device, info.on_host), (6, 3, true, false));
+    rig.tree.unlock(pin).unwrap();
+    rig.tree.unlock(lock).unwrap();
+}

@@ -8,6 +8,7 @@ mod matching;
 mod model;
 mod model_ops;
 mod model_transfers;
+mod room;
 mod transfers;
 
 use super::*;

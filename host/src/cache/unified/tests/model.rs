@@ -167,6 +167,10 @@ impl Model {
         };
         let lengths = (found.device.pages as usize, found.best.pages as usize, found.full_pages as usize);
         assert_eq!(lengths, (device, best, full), "{tokens:?}");
+        let resident = (1..=full)
+            .take_while(|&pages| self.entries[&self.key(name, &tokens, pages)].on_device(Component::Full))
+            .count();
+        assert_eq!(found.resident.pages as usize, resident);
         let lacking = (1..=best).filter(|&pages| {
             let entry = &self.entries[&self.key(name, &tokens, pages)];
             !entry.on_device(Component::Full)
