@@ -16,6 +16,7 @@ use kvdock_plugin_mooncake::metadata::{Descriptor, Metadata};
 use kvdock_plugin_mooncake::wire::rpc;
 use kvdock_plugin_mooncake::wire::types::Place;
 use kvdock_verbs_stand_in::{faults, harness};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const PAGE: u64 = 300_000;
@@ -211,6 +212,28 @@ fn a_member_that_is_killed_costs_its_pages_and_nothing_else() {
         let _next = Other::start(&config);
         wait_for("pages are stored with the next member", || stored(&guest, &range(200, 20)) == vec![true; 20]);
         assert!(guest.has_all(&range(200, 20)), "{}", guest.logs());
+    });
+}
+
+#[test]
+fn a_member_that_dies_or_stands_still_in_the_middle_of_reads_brings_no_wrong_byte() {
+    with_stand_in("a_member_that_dies_or_stands_still_in_the_middle_of_reads_brings_no_wrong_byte", |_| {
+        let master = Master::start(&["--client_ttl=3"]);
+        let config = over_rdma(&master.config(Mode::Peer, 64 * MIB));
+        let guest = Bench::new(&over_rdma(&master.config(Mode::Peer, 0)), pool(64, PAGE));
+        for signal in [Signal::STOP, Signal::KILL] {
+            let lender = Other::start(&config);
+            let first = if signal == Signal::STOP { 0 } else { 1000 };
+            wait_for("the new member takes pages", || stored(&guest, &range(first, 40)) == vec![true; 40]);
+            let process = Pid::from_child(&lender.child);
+            let later = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(30));
+                kill_process(process, signal).unwrap();
+            });
+            // Until the reads fail; each page that comes has its bytes.
+            wait_for("reads fail", || guest.which(&range(first, 40)) != vec![true; 40]);
+            later.join().unwrap();
+        }
     });
 }
 

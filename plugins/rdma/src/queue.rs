@@ -248,11 +248,12 @@ impl Queue {
         if result == 0 {
             return Posted::Yes;
         }
-        // It was not taken, so no completion comes.
-        if self.device.slab.lock().remove(number).is_some() {
-            self.device.give_room();
-            self.ended();
+        // It was not taken, so no completion comes, unless the queue pair was ended meanwhile: then its end was told with all others.
+        if self.device.slab.lock().remove(number).is_none() {
+            return Posted::Yes;
         }
+        self.device.give_room();
+        self.ended();
         if result == libc::ENOMEM {
             return Posted::Full;
         }

@@ -4,7 +4,7 @@
 mod common;
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{LEN, Side, pattern, transport, within};
 use kvdock_rdma::{Config, Operation, Outcome, Stop};
@@ -170,6 +170,95 @@ fn a_call_that_stops_leaves_nothing_under_way_even_where_nothing_is_flushed() {
             assert!(side.memory.as_mut_slice().iter().all(|byte| *byte == 0xee), "{kind}: bytes came after the end");
         }
         within(30, || side.read(0, 100) == (Outcome::Moved, pattern(7, 1 << 20)[..100].to_vec()));
+    });
+}
+
+/// How many times longer than usual.
+fn soak() -> u64 {
+    std::env::var("KVDOCK_SOAK").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
+}
+
+/// One thread's share of a soak: writes and reads with short and long times in its own part of the memory, against a model.
+fn mingle(side: &Side, part: usize, until: Instant) -> usize {
+    const PART: usize = 1 << 20;
+    let mut random = fastrand::Rng::with_seed(part as u64);
+    let base = side.memory.as_mut_ptr().wrapping_add(part * PART);
+    // SAFETY: this thread alone uses its part, and looks when nothing is under way.
+    let here = unsafe { std::slice::from_raw_parts_mut(base, PART) };
+    let mut model = vec![None; PART];
+    let mut moved = 0;
+    while Instant::now() < until {
+        let (at, len) = (random.usize(..PART - 1), random.usize(1..400_000));
+        let len = len.min(PART - at);
+        let time =
+            if random.u8(..3) == 0 { Duration::from_micros(random.u64(1..20_000)) } else { Duration::from_secs(30) };
+        let job = || (part * PART + at, len, vec![libc::iovec { iov_base: base.cast(), iov_len: len }]);
+        if random.bool() {
+            random.fill(&mut here[..len]);
+            let outcome = side.transfer(Operation::Write, &[job()], time).remove(0);
+            let good = outcome == Outcome::Moved;
+            for (place, byte) in model[at..].iter_mut().zip(&here[..len]) {
+                *place = good.then_some(*byte);
+            }
+            moved += usize::from(good);
+        } else {
+            here[..len].fill(0);
+            if side.transfer(Operation::Read, &[job()], time).remove(0) == Outcome::Moved {
+                let right = |(known, byte): (&Option<u8>, &u8)| known.is_none_or(|known| known == *byte);
+                assert!(model[at..at + len].iter().zip(&here[..len]).all(right), "part {part}: wrong bytes");
+                moved += 1;
+            }
+        }
+        // What was given up must not be touched any more.
+        here.fill(0x5a);
+        std::thread::sleep(Duration::from_micros(random.u64(..3000)));
+        assert!(here.iter().all(|byte| *byte == 0x5a), "part {part}: bytes came after the end");
+    }
+    moved
+}
+
+#[test]
+fn soak_calls_that_stop_and_connections_that_fail_bring_no_wrong_byte() {
+    with_stand_in("soak_calls_that_stop_and_connections_that_fail_bring_no_wrong_byte", &[], |folder| {
+        let side = Side::new(folder, Config { depth: 16, completions: 24, ..Config::default() });
+        let until = Instant::now() + Duration::from_secs(4 * soak());
+        let fault = faults::file(folder, std::process::id());
+        std::thread::scope(|scope| {
+            let side = &side;
+            let threads: Vec<_> = (0..4).map(|part| scope.spawn(move || mingle(side, part, until))).collect();
+            let kinds = ["complete 12", "silent", "complete 5", "unflushed", "queue", "complete 11", "connect"];
+            for kind in kinds.iter().cycle().take_while(|_| Instant::now() < until) {
+                std::thread::sleep(Duration::from_millis(150));
+                std::fs::write(&fault, kind).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+                // One that happens once may be gone already.
+                let _ = std::fs::remove_file(&fault);
+            }
+            for thread in threads {
+                assert!(thread.join().unwrap() > 5, "hardly anything went through");
+            }
+        });
+    });
+}
+
+#[test]
+fn i3299_a_connection_that_fails_again_and_again_is_left_alone() {
+    with_stand_in("i3299_a_connection_that_fails_again_and_again_is_left_alone", &[], |folder| {
+        let mut side = Side::new(folder, Config::default());
+        // Each connection is made well, and breaks with the first request.
+        let fault = faults::file(folder, std::process::id());
+        std::fs::write(&fault, "always 12").unwrap();
+        let (mut calls, began) = (0, Instant::now());
+        while began.elapsed() < Duration::from_secs(1) {
+            let outcome = side.write(0, &[1; 100]);
+            assert!(matches!(outcome, Outcome::Failed(_)), "{outcome:?}");
+            calls += 1;
+        }
+        // Two questions for each of the connections, of which the first is made anew at once: 1, 2 after 250 ms, 3 after 500 ms more, ...
+        let rounds = 2 + (began.elapsed().as_millis() / 250) as usize;
+        assert!(side.asked() <= 2 * rounds, "{} questions in {calls} calls", side.asked());
+        std::fs::remove_file(&fault).unwrap();
+        within(30, || side.write(0, &[1; 100]) == Outcome::Moved);
     });
 }
 

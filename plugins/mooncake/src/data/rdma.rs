@@ -139,7 +139,9 @@ impl Rdma {
             }
             if !by_tcp.is_empty() {
                 let list: Vec<Job<'_>> = by_tcp.iter().filter_map(|number| jobs.get(*number)).map(Job::again).collect();
-                for (number, outcome) in by_tcp.into_iter().zip(over_tcp(peers, operation, &list, limit)) {
+                // SAFETY: the caller's promise.
+                let moved = unsafe { over_tcp(peers, operation, &list, limit) };
+                for (number, outcome) in by_tcp.into_iter().zip(moved) {
                     if let Some(place) = outcomes.get_mut(number) {
                         *place = Some(outcome);
                     }

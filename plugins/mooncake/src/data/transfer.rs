@@ -65,12 +65,21 @@ pub unsafe fn transfer(peers: &Peers, operation: Operation, jobs: &[Job<'_>], li
     match &peers.rdma {
         // SAFETY: the caller's promise.
         Some(rdma) => unsafe { rdma.transfer(peers, operation, jobs, limit) },
-        None => over_tcp(peers, operation, jobs, limit),
+        // SAFETY: as above.
+        None => unsafe { over_tcp(peers, operation, jobs, limit) },
     }
 }
 
 /// Moves the jobs over TCP.
-pub(super) fn over_tcp(peers: &Peers, operation: Operation, jobs: &[Job<'_>], limit: &Limit<'_>) -> Vec<Outcome> {
+///
+/// # Safety
+/// As [`transfer`].
+pub(super) unsafe fn over_tcp(
+    peers: &Peers,
+    operation: Operation,
+    jobs: &[Job<'_>],
+    limit: &Limit<'_>,
+) -> Vec<Outcome> {
     let mut outcomes: Vec<Option<Outcome>> = jobs.iter().map(|_| None).collect();
     let mut open: Vec<usize> = (0..jobs.len()).collect();
     for round in 0..ROUNDS {

@@ -1,7 +1,6 @@
 //! A process that tests drive, and the side of the test.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
-use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -270,7 +269,6 @@ pub struct Side {
     answered: Arc<AtomicUsize>,
     pub peer: Other,
     pub remote: Arc<Peer>,
-    scratch: RefCell<Vec<u8>>,
 }
 
 impl Side {
@@ -285,8 +283,8 @@ impl Side {
         std::fs::write(folder.join("driver.json"), told).unwrap();
         let (peer, remote) = Other::start(folder, "peer");
         let asking = Asking { folder: folder.to_owned(), asked: Mutex::default() };
-        let (remote, scratch) = (Arc::new(remote), RefCell::default());
-        Side { memory, transport, _registration: registration, asking, answered, peer, remote, scratch }
+        let remote = Arc::new(remote);
+        Side { memory, transport, _registration: registration, asking, answered, peer, remote }
     }
 
     pub fn peer_again(&mut self, folder: &Path) {
@@ -324,8 +322,7 @@ impl Side {
     pub fn read(&mut self, at: usize, len: usize) -> (Outcome, Vec<u8>) {
         self.memory.as_mut_slice()[..len].fill(0);
         let outcome = self.transfer(Operation::Read, &self.whole(at, len), Duration::from_secs(30)).remove(0);
-        self.scratch.replace(self.memory.as_mut_slice()[..len].to_vec());
-        (outcome, self.scratch.borrow().clone())
+        (outcome, self.memory.as_mut_slice()[..len].to_vec())
     }
 
     /// What the peer is believed to have.
