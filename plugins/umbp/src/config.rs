@@ -11,6 +11,7 @@ use std::time::Duration;
 use kvdock_plugin_api::{Error, ErrorKind, Identity, Open, Result};
 use serde_json::{Map, Value};
 
+use crate::linker::Cuts;
 pub use schema::SCHEMA;
 
 /// Configuration for the conformance suite: memory and disk of this process.
@@ -149,6 +150,10 @@ pub struct Config {
     pub promote: bool,
     /// Copies to disk.
     pub pipeline: Pipeline,
+    /// How loads and offloads of the linker face are cut.
+    pub cuts: Cuts,
+    /// Ranges of one call to the server.
+    pub ranges_per_call: usize,
     /// The server of the node; none for memory and disk of this process.
     pub standalone: Option<Standalone>,
 }
@@ -193,6 +198,8 @@ impl Config {
             window: 16,
             promote: true,
             pipeline: Pipeline { background: true, queue: 4096, workers: 2, batch: 128 },
+            cuts: Cuts { layer_group: 8, coalesce: 1024 },
+            ranges_per_call: 8192,
             standalone: None,
         }
     }
@@ -340,6 +347,13 @@ impl Config {
                 }
                 "eviction_candidate_window" => config.window = number(1, 65536)? as usize,
                 "auto_promote_on_read" => config.promote = switch()?,
+                "layer_group" => config.cuts.layer_group = number(1, 65536)? as usize,
+                "ranges_per_call" => config.ranges_per_call = number(1, 1 << 20)? as usize,
+                "offload_coalesce_pages" => config.cuts.coalesce = number(1, 1 << 20)? as usize,
+                "load_split" if flag(value) == Some(false) => {}
+                "load_split" => {
+                    return Err(bad("false: ranks that hold different pages would wait for one another for ever"));
+                }
                 "standalone_address" => {
                     server.address = text("the address of a Unix socket")?;
                     if !server.address.is_empty() && crate::standalone::paths(&server.address).is_none() {

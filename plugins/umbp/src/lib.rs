@@ -5,6 +5,7 @@
 #![allow(clippy::len_without_is_empty, reason = "lengths in bytes, of things that are not collections")]
 
 mod config;
+mod linker;
 pub mod local;
 mod names;
 pub mod object;
@@ -13,14 +14,17 @@ pub mod standalone;
 mod store;
 pub mod wire;
 
+use std::sync::Arc;
+
 use kvdock_plugin_api::v0_1::Stats;
 use kvdock_plugin_api::{
-    Backend, Batch, Call, Capabilities, ClearScope, Error, Exists, Get, Health, HeldPages, LogLevel, NoLinker, Open,
-    Pool, Remove, Result, Set, export_plugin,
+    Backend, Batch, Call, Capabilities, ClearScope, Error, Exists, Get, Health, HeldPages, LogLevel, Open, Pool,
+    Remove, Result, Set, export_plugin,
 };
 
 pub use config::SCHEMA;
 use config::{Config, Scheme};
+use linker::{Face, UmbpLinker};
 use names::Names;
 use object::Objects;
 use store::Store;
@@ -28,14 +32,21 @@ use store::Store;
 /// The backend.
 #[derive(Debug)]
 pub struct UmbpBackend {
-    store: Store,
+    store: Arc<Store>,
+    face: Face,
     /// There is somebody who wants to know what this worker holds.
     reports: bool,
     remote: bool,
 }
 
+impl Drop for UmbpBackend {
+    fn drop(&mut self) {
+        self.face.close();
+    }
+}
+
 impl Backend for UmbpBackend {
-    type Linker = NoLinker<Self>;
+    type Linker = UmbpLinker;
 
     fn open(open: &Open<'_>) -> Result<Self> {
         let config = Config::read(open)?;
@@ -48,7 +59,9 @@ impl Backend for UmbpBackend {
             );
         }
         let objects: Box<dyn Objects> = match &config.standalone {
-            Some(server) => Box::new(standalone::Remote::open(server, name, host, open.call())?),
+            Some(server) => {
+                Box::new(standalone::Remote::open(server, config.ranges_per_call, name, host, open.call())?)
+            }
             None => {
                 let local = local::Local::open(&config, host);
                 Box::new(
@@ -58,7 +71,8 @@ impl Backend for UmbpBackend {
         };
         let names = Names::new(config.scheme, &config.tag, open.identity());
         let reports = config.standalone.as_ref().is_some_and(|server| !server.node_id.is_empty());
-        Ok(UmbpBackend { store: Store::new(objects, names, host), reports, remote: config.standalone.is_some() })
+        let store = Arc::new(Store::new(objects, names, host));
+        Ok(UmbpBackend { store, face: Face::new(config.cuts), reports, remote: config.standalone.is_some() })
     }
 
     fn capabilities(&self, declared: Capabilities) -> Capabilities {
@@ -71,6 +85,8 @@ impl Backend for UmbpBackend {
             clear_everything: removes && objects.is_durable(),
             durable: objects.is_durable(),
             ranges: objects.has_ranges(),
+            // Layers are read as ranges of objects.
+            linker: objects.has_ranges(),
             checksums: !self.remote,
             held_pages: self.reports,
             ..declared
@@ -133,6 +149,7 @@ impl Backend for UmbpBackend {
     }
 
     fn close(&self, call: &Call<'_>) -> Result<()> {
+        self.face.close();
         self.store.objects.close(call)
     }
 }
@@ -141,6 +158,7 @@ export_plugin! {
     backend: UmbpBackend,
     name: "umbp",
     capabilities: Capabilities {
+        linker: true,
         ranges: true,
         remove: true,
         clear_namespace: true,

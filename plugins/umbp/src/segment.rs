@@ -3,6 +3,7 @@
 pub mod buffer;
 pub mod log;
 pub mod record;
+pub mod ring;
 pub mod scan;
 
 pub use buffer::Buffer;

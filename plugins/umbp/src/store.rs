@@ -1,5 +1,7 @@
 //! Pages of batches, as objects.
 
+pub mod linked;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,7 +42,7 @@ struct Figures {
 pub struct Store {
     pub objects: Box<dyn Objects>,
     pub names: Names,
-    host: Host,
+    pub host: Host,
     pools: RwLock<HashMap<u32, Arc<PoolInfo>>>,
     figures: Figures,
 }

@@ -2,18 +2,21 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::config::Ssd;
+use crate::config::{IoBackend, Ssd};
 use crate::segment::log::Indexed;
 use crate::segment::record::{self, Version};
+use crate::segment::ring::{self, Ring};
 use crate::segment::{Buffer, Item, Location, Log, Options};
 
 /// Bytes that one read takes in, about.
 const RUN: u64 = 4 << 20;
-/// Buffers that are kept.
+/// Bytes that are in flight at most, unless one run is longer.
+const WINDOW: u64 = 32 << 20;
+/// Buffers and rings that are kept.
 const KEPT: usize = 8;
 
 /// Where a record lies, and on which drive.
@@ -54,6 +57,10 @@ pub struct Disk {
     /// Bytes of files above which segments are reclaimed.
     pub files: u64,
     threads: usize,
+    depth: u32,
+    /// There is io_uring, and it is wanted.
+    uring: AtomicBool,
+    rings: Mutex<Vec<Ring>>,
     buffers: Mutex<Vec<Buffer>>,
     /// One makes room at a time.
     pub room: Mutex<()>,
@@ -101,6 +108,9 @@ impl Disk {
             low,
             files,
             threads,
+            depth: config.queue_depth,
+            uring: AtomicBool::new(config.io == IoBackend::Uring),
+            rings: Mutex::default(),
             buffers: Mutex::default(),
             room: Mutex::default(),
         };
@@ -216,17 +226,23 @@ impl Disk {
         if start < order.len() {
             runs.push(order.get(start..).unwrap_or_default());
         }
+        if runs.len() > 1
+            && let Some(mut ring) = self.ring()
+        {
+            self.read_by_ring(&mut ring, wanted, &runs, take);
+            let mut rings = self.rings.lock();
+            if rings.len() < KEPT {
+                rings.push(ring);
+            }
+            return;
+        }
         let next = AtomicUsize::new(0);
         let work = || {
             let mut buffer = self.buffers.lock().pop().unwrap_or_default();
             while let Some(run) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
                 read_run(wanted, run, &mut buffer, take);
             }
-            let mut buffers = self.buffers.lock();
-            if buffers.len() < KEPT {
-                buffer.shrink(4 * RUN as usize);
-                buffers.push(buffer);
-            }
+            self.keep(buffer);
         };
         let threads = self.threads.min(runs.len());
         if threads < 2 {
@@ -239,6 +255,65 @@ impl Disk {
             });
             work();
         });
+    }
+
+    fn keep(&self, mut buffer: Buffer) {
+        let mut buffers = self.buffers.lock();
+        if buffers.len() < KEPT {
+            buffer.shrink(WINDOW as usize);
+            buffers.push(buffer);
+        }
+    }
+
+    /// A ring; none where the settings or the kernel have none.
+    fn ring(&self) -> Option<Ring> {
+        if !self.uring.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(ring) = self.rings.lock().pop() {
+            return Some(ring);
+        }
+        let ring = Ring::new(self.depth);
+        if ring.is_err() {
+            self.uring.store(false, Ordering::Relaxed);
+        }
+        ring.ok()
+    }
+
+    /// Reads runs with many in flight, some at a time so that memory stays bounded; checksums are verified by several threads.
+    fn read_by_ring(&self, ring: &mut Ring, wanted: &[Wanted<'_>], runs: &[&[usize]], take: Take<'_>) {
+        let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+        let mut rest = runs;
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fit = rest.iter().take_while(|run| {
+                bytes += span(wanted, run).1 as u64;
+                bytes <= WINDOW
+            });
+            let (now, later) = rest.split_at(fit.count().max(1).min(rest.len()));
+            rest = later;
+            let spans: Vec<(u64, usize)> = now.iter().map(|run| span(wanted, run)).collect();
+            buffer.reserve(spans.iter().map(|(_, len)| len).sum());
+            let mut room = buffer.bytes_mut();
+            let mut reads = Vec::with_capacity(now.len());
+            for (run, (offset, len)) in now.iter().zip(&spans) {
+                let (bytes, more) = std::mem::take(&mut room).split_at_mut(*len);
+                room = more;
+                let Some(first) = run.first().and_then(|number| wanted.get(*number)) else { continue };
+                let aligned = first.place.at.version == Version::Three;
+                reads.push(ring::Wanted { segment: &first.place.at.segment, aligned, offset: *offset, bytes });
+            }
+            let results = ring.read(&mut reads);
+            let reads: Vec<&[u8]> = reads.into_iter().map(|read| &*read.bytes).collect();
+            super::spread(now.len(), reads.iter().map(|read| read.len() as u64).sum(), |at| {
+                if let (Some(run), Some((start, _)), Some(bytes), Some(result)) =
+                    (now.get(at), spans.get(at), reads.get(at), results.get(at))
+                {
+                    give(wanted, run, *start, bytes, result, take);
+                }
+            });
+        }
+        self.keep(buffer);
     }
 }
 
@@ -255,19 +330,32 @@ fn placed(drive: usize, records: Vec<Indexed>) -> impl Iterator<Item = Found> {
     records.into_iter().map(move |(key, at)| (key, Place { drive, at }))
 }
 
+/// Where a run begins, and how many bytes it has.
+fn span(wanted: &[Wanted<'_>], run: &[usize]) -> (u64, usize) {
+    let of = |number: Option<&usize>| number.and_then(|number| wanted.get(*number)).map(|wanted| &wanted.place.at);
+    match (of(run.first()), of(run.last())) {
+        (Some(first), Some(last)) => (first.offset, (last.offset + last.len() - first.offset) as usize),
+        _ => (0, 0),
+    }
+}
+
 fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: Take<'_>) {
-    let of = |number: &usize| wanted.get(*number);
-    let (Some(first), Some(last)) = (run.first().and_then(of), run.last().and_then(of)) else { return };
-    let start = first.place.at.offset;
-    let len = (last.place.at.offset + last.place.at.len() - start) as usize;
+    let Some(first) = run.first().and_then(|number| wanted.get(*number)) else { return };
+    let (start, len) = span(wanted, run);
     buffer.reserve(len);
     let aligned = first.place.at.version == Version::Three;
-    let read = first.place.at.segment.read(buffer.bytes_mut().get_mut(..len).unwrap_or_default(), start, aligned);
+    let bytes = buffer.bytes_mut().get_mut(..len).unwrap_or_default();
+    let result = first.place.at.segment.read(bytes, start, aligned);
+    give(wanted, run, start, bytes, &result, take);
+}
+
+/// Gives the records of a run that was read.
+fn give(wanted: &[Wanted<'_>], run: &[usize], start: u64, bytes: &[u8], result: &io::Result<()>, take: Take<'_>) {
     for number in run {
         let Some(wanted) = wanted.get(*number) else { continue };
         let at = (wanted.place.at.offset - start) as usize;
-        let record = buffer.bytes().get(at..at + wanted.place.at.len() as usize).unwrap_or_default();
-        match &read {
+        let record = bytes.get(at..at + wanted.place.at.len() as usize).unwrap_or_default();
+        match result {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 take(*number, Err(Trouble::Corrupt("its file is too short".to_owned())));
             }

@@ -1,5 +1,6 @@
 //! Storing objects.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use kvdock_plugin_api::{Call, Result};
@@ -7,6 +8,7 @@ use kvdock_plugin_api::{Call, Result};
 use super::{Tiers, spread};
 use crate::config::Role;
 use crate::local::memory::Extents;
+use crate::local::state::Hidden;
 use crate::object::{Put, Stored};
 use crate::segment::Item;
 
@@ -27,6 +29,8 @@ impl Tiers {
         }
         let mut stored = vec![Stored::Refused; puts.len()];
         let mut open: Vec<usize> = Vec::new();
+        // What is there without a record: the copy of a leader may have failed before.
+        let mut in_memory = Vec::new();
         {
             let mut state = self.state.write();
             for (number, put) in puts.iter().enumerate() {
@@ -34,13 +38,55 @@ impl Tiers {
                     Some(slot) => {
                         state.touch(slot);
                         set(&mut stored, number, Stored::Yes);
+                        if state.get(slot).is_some_and(|entry| entry.disk.is_none()) {
+                            in_memory.push(slot);
+                        }
                     }
                     None => open.push(number),
                 }
             }
         }
-        let mut written: Vec<u32> = Vec::new();
-        let mut rest = open.as_slice();
+        let mut first: HashMap<&[u8], usize> = HashMap::new();
+        let mut again = Vec::new();
+        open.retain(|number| {
+            let Some(put) = puts.get(*number) else { return false };
+            let before = *first.entry(&put.name).or_insert(*number);
+            if before != *number {
+                again.push((*number, before));
+            }
+            before == *number
+        });
+        let mut hidden = Vec::new();
+        // SAFETY: passed on to the caller.
+        let result = unsafe { self.put_hidden(puts, &open, &mut stored, &mut hidden, call) };
+        // All of a call can be found from the same moment on.
+        let mut state = self.state.write();
+        let places: Vec<_> = hidden.iter().filter_map(|hidden| state.show(*hidden)).collect();
+        drop(state);
+        self.forget(&places);
+        result?;
+        if self.config.role == Role::Leader {
+            let written: Vec<u32> = hidden.iter().map(|hidden| hidden.slot).chain(in_memory).collect();
+            self.copy_to_disk(&written, puts, &mut stored);
+        }
+        for (number, before) in again {
+            let like = stored.get(before).cloned().unwrap_or(Stored::Refused);
+            set(&mut stored, number, like);
+        }
+        self.settle_memory();
+        Ok(stored)
+    }
+
+    /// Stores objects that nobody finds yet.
+    unsafe fn put_hidden(
+        &self,
+        puts: &[Put],
+        open: &[usize],
+        stored: &mut [Stored],
+        hidden: &mut Vec<Hidden>,
+        call: &Call<'_>,
+    ) -> Result<()> {
+        let mut rest = open;
         while !rest.is_empty() {
             call.check()?;
             let (taken, needed) = self.take(puts, rest);
@@ -49,7 +95,7 @@ impl Tiers {
                 let Some(put) = puts.get(*number) else { break };
                 if needed > u64::from(self.memory.pages()) {
                     // SAFETY: passed on to the caller.
-                    set(&mut stored, *number, unsafe { self.put_on_disk(put) });
+                    set(stored, *number, unsafe { self.put_on_disk(put, hidden) });
                     rest = later;
                 } else if !self.make_room(needed as u32, call)? {
                     rest = later;
@@ -69,20 +115,11 @@ impl Tiers {
             let mut state = self.state.write();
             for (number, extents) in taken {
                 let Some(put) = puts.get(number) else { continue };
-                match state.find(&put.name) {
-                    // It comes twice in the batch, or another call was first.
-                    Some(_) => state.pages.give(&extents),
-                    None => written.push(state.insert(&put.name, put.len(), put.depth, Some(extents), None)),
-                }
-                set(&mut stored, number, Stored::Yes);
+                hidden.push(state.insert_hidden(&put.name, put.len(), put.depth, Some(extents), None));
+                set(stored, number, Stored::Yes);
             }
-            drop(state);
         }
-        if self.config.role == Role::Leader {
-            self.copy_to_disk(&written, puts, &mut stored);
-        }
-        self.settle_memory();
-        Ok(stored)
+        Ok(())
     }
 
     /// Takes memory for as many as there is room for, and says how many pages the first one that got none needs.
@@ -124,7 +161,7 @@ impl Tiers {
     }
 
     /// An object that is larger than all of memory.
-    unsafe fn put_on_disk(&self, put: &Put) -> Stored {
+    unsafe fn put_on_disk(&self, put: &Put, hidden: &mut Vec<Hidden>) -> Stored {
         let Some(disk) = &self.disk else { return Stored::Refused };
         let len = crate::segment::record::record_len(
             crate::segment::record::Version::Three,
@@ -139,13 +176,8 @@ impl Tiers {
             Ok(places) => {
                 self.went_well();
                 let mut state = self.state.write();
-                for place in places {
-                    if state.find(&put.name).is_some() {
-                        disk.forget(&place);
-                    } else {
-                        state.insert(&put.name, put.len(), put.depth, None, Some(place));
-                    }
-                }
+                let new = |place| state.insert_hidden(&put.name, put.len(), put.depth, None, Some(place));
+                hidden.extend(places.into_iter().map(new));
                 Stored::Yes
             }
             Err(error) => {

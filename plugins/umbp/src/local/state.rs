@@ -26,6 +26,16 @@ pub struct Entry {
     pub moving: bool,
     /// It was removed, and stays for those who have it pinned.
     gone: bool,
+    /// Tells it from others that had its slot before.
+    serial: u64,
+}
+
+/// An object that nobody finds yet.
+#[derive(Debug, Clone, Copy)]
+pub struct Hidden {
+    /// Its slot.
+    pub slot: u32,
+    serial: u64,
 }
 
 /// The index.
@@ -34,6 +44,7 @@ pub struct State {
     names: HashMap<Arc<[u8]>, u32>,
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
+    serial: u64,
     /// Objects in memory by their last use.
     pub recent: Order,
     /// Objects on disk by their last use.
@@ -49,6 +60,7 @@ impl State {
             names: HashMap::new(),
             entries: Vec::new(),
             free: Vec::new(),
+            serial: 0,
             recent: Order::default(),
             on_disk: Order::default(),
             pages: Pages::new(pages),
@@ -96,17 +108,45 @@ impl State {
 
     /// A new object. There is none of this name.
     pub fn insert(&mut self, name: &[u8], len: u64, depth: u32, memory: Option<Extents>, disk: Option<Place>) -> u32 {
-        let name: Arc<[u8]> = name.into();
+        let hidden = self.insert_hidden(name, len, depth, memory, disk);
+        if let Some(name) = self.get(hidden.slot).map(|entry| entry.name.clone()) {
+            self.names.insert(name, hidden.slot);
+        }
+        hidden.slot
+    }
+
+    /// A new object that nobody finds until it is shown.
+    pub fn insert_hidden(
+        &mut self,
+        name: &[u8],
+        len: u64,
+        depth: u32,
+        memory: Option<Extents>,
+        disk: Option<Place>,
+    ) -> Hidden {
+        self.serial += 1;
+        let serial = self.serial;
         let slot = self.free.pop().unwrap_or(self.entries.len() as u32);
-        let entry = Entry { name: name.clone(), len, depth, memory, disk, pins: 0, moving: false, gone: false };
+        let entry = Entry { name: name.into(), len, depth, memory, disk, pins: 0, moving: false, gone: false, serial };
         if let Some(room) = self.entries.get_mut(slot as usize) {
             *room = Some(entry);
         } else {
             self.entries.push(Some(entry));
         }
-        self.names.insert(name, slot);
         self.touch(slot);
-        slot
+        Hidden { slot, serial }
+    }
+
+    /// The object can be found from now on, if it was not evicted meanwhile. Where another one has its name, it goes; its record is for the caller to
+    /// forget.
+    pub fn show(&mut self, hidden: Hidden) -> Option<Place> {
+        let entry = self.get(hidden.slot).filter(|entry| entry.serial == hidden.serial && !entry.gone)?;
+        let name = entry.name.clone();
+        if self.names.contains_key(&name) {
+            return self.remove(hidden.slot);
+        }
+        self.names.insert(name, hidden.slot);
+        None
     }
 
     /// Its memory is free, if nobody has it pinned. Without a record the object goes.
@@ -140,7 +180,10 @@ impl State {
         entry.gone = true;
         let place = entry.disk.take();
         let name = entry.name.clone();
-        self.names.remove(&name);
+        // One that is hidden has no name yet, and another one may have it.
+        if self.names.get(&name) == Some(&slot) {
+            self.names.remove(&name);
+        }
         self.recent.remove(slot);
         self.on_disk.remove(slot);
         self.reap(slot);

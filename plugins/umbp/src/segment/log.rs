@@ -65,13 +65,17 @@ impl Segment {
         self.sealed.load(Ordering::Acquire)
     }
 
+    /// The file to read from: past the page cache where what is read is `aligned`.
+    pub fn file(&self, aligned: bool) -> &File {
+        self.direct.as_ref().filter(|_| aligned).unwrap_or(&self.file)
+    }
+
     /// Reads `bytes` from `at` on; both are whole blocks where `aligned`.
     ///
     /// # Errors
     /// When the file can't be read so far.
     pub fn read(&self, bytes: &mut [u8], at: u64, aligned: bool) -> io::Result<()> {
-        let file = self.direct.as_ref().filter(|_| aligned).unwrap_or(&self.file);
-        file.read_exact_at(bytes, at)
+        self.file(aligned).read_exact_at(bytes, at)
     }
 }
 

@@ -7,6 +7,9 @@ pub const BLOCK: u64 = 4096;
 /// Longest key that is believed.
 pub const MOST_KEY: u32 = 1 << 20;
 
+/// A million records a second reach this in two thousand years; what is above is damage, and would leave no room for later ones.
+const MOST_GENERATION: u64 = 1 << 56;
+
 const MAGIC: u32 = 0x554D_4250;
 const COMMITTED: u16 = 1;
 const UNCHECKED: u16 = 2;
@@ -99,6 +102,9 @@ impl Header {
         };
         if !(1..=MOST_KEY).contains(&header.key_len) {
             return Err("the length of its key is wrong");
+        }
+        if header.generation > MOST_GENERATION {
+            return Err("its generation can't be");
         }
         if u32_at(20) != 0 || (!checked && header.crc != 0) {
             return Err("bytes that have to be zero are not");

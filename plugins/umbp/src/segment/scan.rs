@@ -38,20 +38,17 @@ pub struct Scan {
 pub fn scan(file: &File, from: u64, len: u64) -> io::Result<Scan> {
     let mut scan = Scan { end: from, ..Scan::default() };
     let mut at = from;
-    let mut last = 0;
     while at < len {
         let why = match record_at(file, at, len)? {
-            Ok(found) if found.header.generation > last => {
-                last = found.header.generation;
+            Ok(found) => {
                 at += found.header.record_len();
                 scan.end = at;
                 scan.records.push(found);
                 continue;
             }
-            Ok(_) => "its generation is not above the one before it".to_owned(),
             Err(why) => why,
         };
-        match next_whole(file, at, len, last)? {
+        match next_whole(file, at, len)? {
             Some(next) => {
                 scan.damaged.push((at, next, why));
                 at = next;
@@ -86,13 +83,12 @@ fn record_at(file: &File, at: u64, len: u64) -> io::Result<Result<Found, String>
     Ok(Ok(Found { offset: at, header, key }))
 }
 
-fn next_whole(file: &File, bad: u64, len: u64, last: u64) -> io::Result<Option<u64>> {
+fn next_whole(file: &File, bad: u64, len: u64) -> io::Result<Option<u64>> {
     let mut at = (bad / BLOCK + 1) * BLOCK;
     while at < len {
         if let Ok(found) = record_at(file, at, len)?
             && found.header.version == Version::Three
             && found.header.checked
-            && found.header.generation > last
             && is_whole(file, &found)?
         {
             return Ok(Some(at));

@@ -7,9 +7,6 @@ use super::regions::Regions;
 
 /// Objects of one call at most.
 pub const OBJECTS: usize = 1024;
-/// Ranges of one call at most, unless one object has more; `UMBP_RANGES_PER_CALL` is the same number of others.
-pub const RANGES: usize = 8192;
-
 /// A range of an object, and where it lies for the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placed {

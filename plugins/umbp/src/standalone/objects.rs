@@ -12,7 +12,7 @@ use kvdock_plugin_api::{
 use parking_lot::{Mutex, RwLock};
 use sha2::{Digest, Sha256};
 
-use super::batch::{OBJECTS, Placed, RANGES, chunks, get_whole, place, put_whole, ranged, ranges_of};
+use super::batch::{OBJECTS, Placed, chunks, get_whole, place, put_whole, ranged, ranges_of};
 use super::client::{Client, time_of};
 use super::regions::{Region, Regions, Scratch};
 use crate::config::{Standalone, fail};
@@ -41,6 +41,7 @@ pub struct Remote {
     /// Name of this client.
     id: String,
     config: Standalone,
+    ranges_per_call: usize,
     host: Host,
     ranged: bool,
     regions: RwLock<Regions>,
@@ -56,7 +57,13 @@ impl Remote {
     ///
     /// # Errors
     /// When it is not ready in time.
-    pub fn open(config: &Standalone, instance: &str, host: Host, call: &Call<'_>) -> Result<Remote> {
+    pub fn open(
+        config: &Standalone,
+        ranges_per_call: usize,
+        instance: &str,
+        host: Host,
+        call: &Call<'_>,
+    ) -> Result<Remote> {
         let (path, fd_socket) = super::paths(&config.address)
             .ok_or_else(|| fail(instance, "standalone_address", "it names no Unix socket"))?;
         let client = Client::new(&path)?;
@@ -72,6 +79,7 @@ impl Remote {
             fd_socket,
             id: client_id(),
             config: config.clone(),
+            ranges_per_call,
             host,
             ranged: ready.supports_ranged_io,
             regions: RwLock::new(regions),
@@ -309,7 +317,7 @@ impl Objects for Remote {
         }
         for (list, method) in [(whole, "BatchPutWithDepth"), (scattered, "BatchPutRanges")] {
             let counts: Vec<usize> = list.iter().map(|(_, _, placed)| placed.len()).collect();
-            for chunk in chunks(&counts, OBJECTS, RANGES) {
+            for chunk in chunks(&counts, OBJECTS, self.ranges_per_call) {
                 call.check()?;
                 let part = list.get(chunk).unwrap_or_default();
                 let ok = self.data(method, part.len(), || match method {
@@ -360,7 +368,7 @@ impl Objects for Remote {
         }
         for (kind, list) in [whole, scattered, parts].into_iter().enumerate() {
             let counts: Vec<usize> = list.iter().map(|(_, _, placed)| placed.len()).collect();
-            for chunk in chunks(&counts, OBJECTS, RANGES) {
+            for chunk in chunks(&counts, OBJECTS, self.ranges_per_call) {
                 call.check()?;
                 let part = list.get(chunk).unwrap_or_default();
                 let method = if kind == 0 { "BatchGet" } else { "BatchGetRanges" };
