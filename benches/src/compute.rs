@@ -88,7 +88,8 @@ impl Ours {
         let device = Arc::new(CpuDevice::new(bench.threads).context("the CPU device")?);
         let loaded = load(&bench.model, &LoadOptions::new(device.clone())).context("the model")?;
         let pages = 8 * 4096 / PAGE;
-        let spec = loaded.spec().kv.pool(KvDtype::F16, PAGE, pages);
+        let kv = loaded.spec().one_pool().map_err(anyhow::Error::msg)?;
+        let spec = kv.pool(KvDtype::F16, PAGE, pages);
         let pool = kvdock_kernels::Device::alloc_kv_pool(device.as_ref(), spec).context("the KV pool")?;
         Ok(Self { model: loaded.model, pool, logits: Logits::new() })
     }

@@ -180,6 +180,14 @@ pub trait Device: Send + Sync {
     /// Waits until everything that was called before is done.
     fn synchronize(&self) -> Result<(), KernelError>;
 
+    /// Calls `body(0)` to `body(tasks - 1)`, each once, in any order, on as many threads as the device has for work in
+    /// host memory; returns when all are done. Must not be called from a task, and tasks call no operation of the
+    /// device.
+    fn host_tasks(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
+        (0..tasks).for_each(body);
+        Ok(())
+    }
+
     /// A buffer of `len` f32, zeroed.
     fn alloc(&self, len: usize) -> Result<Buf, KernelError>;
 

@@ -18,10 +18,15 @@ mod device;
 mod error;
 mod format;
 mod kv;
+mod packed_rows;
+mod pages;
 mod rope;
+pub mod rowmath;
 
 pub use device::{AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};
 pub use kv::{HostPage, KvDtype, KvPool, KvSpec};
-pub use rope::{RopeScaling, RopeSpec, RopeStyle};
+pub use packed_rows::{PACKED_GROUP, PACKED_SCALES, from_e4m3, pack_key, pack_row, to_e4m3, unpack_key, unpack_row};
+pub use pages::{LayerMut, LayerRef, PagePool, PageSpec, decode_row, encode_row};
+pub use rope::{Angles, RopeScaling, RopeSpec, RopeStyle, Rotation};

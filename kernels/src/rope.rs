@@ -45,6 +45,8 @@ pub enum RopeScaling {
         beta_slow: f64,
         /// Factor on cosines and sines; `None` means `0.1 * ln(factor) + 1`.
         attention_factor: Option<f64>,
+        /// Whether the ramp begins and ends at whole pairs. gpt-oss says no, all others yes.
+        truncate: bool,
     },
 }
 
@@ -99,6 +101,65 @@ impl RopeSpec {
     }
 }
 
+/// A rotary embedding for rows in host memory.
+#[derive(Debug, Clone)]
+pub struct Rotation {
+    style: RopeStyle,
+    offset: usize,
+    dim: usize,
+    frequencies: Vec<f64>,
+    factor: f64,
+}
+
+/// Cosines, then sines, of one position: the same values as those of [`crate::Device::rope`].
+#[derive(Debug, Clone)]
+pub struct Angles(Vec<f32>);
+
+impl Rotation {
+    /// Checks the parameters.
+    ///
+    /// # Errors
+    /// Parameters that [`RopeSpec::frequencies`] refuses.
+    pub fn new(spec: &RopeSpec) -> Result<Self, KernelError> {
+        let (frequencies, factor) = spec.frequencies()?;
+        Ok(Self { style: spec.style, offset: spec.offset, dim: spec.dim, frequencies, factor })
+    }
+
+    /// The angles at a position.
+    pub fn at(&self, position: u32) -> Angles {
+        let angle = |f: &f64| f64::from(position) * f;
+        let cos = self.frequencies.iter().map(|f| (libm::cos(angle(f)) * self.factor) as f32);
+        let sin = self.frequencies.iter().map(|f| (libm::sin(angle(f)) * self.factor) as f32);
+        Angles(cos.chain(sin).collect())
+    }
+
+    /// Rotates a head in place, which is at least `offset + dim` long.
+    pub fn rotate(&self, angles: &Angles, head: &mut [f32]) {
+        self.turn(angles, head, 1.0);
+    }
+
+    /// Rotates a head back.
+    pub fn rotate_back(&self, angles: &Angles, head: &mut [f32]) {
+        self.turn(angles, head, -1.0);
+    }
+
+    fn turn(&self, angles: &Angles, head: &mut [f32], sign: f32) {
+        let pairs = self.dim / 2;
+        let (cos, sin) = angles.0.split_at(pairs);
+        let x = &mut head[self.offset..][..self.dim];
+        for i in 0..pairs {
+            let (first, second) = match self.style {
+                RopeStyle::Half => (i, i + pairs),
+                RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+            };
+            let (a, b) = (x[first], x[second]);
+            let s = sign * sin[i];
+            x[first] = a * cos[i] - b * s;
+            x[second] = a * s + b * cos[i];
+        }
+    }
+}
+
 impl RopeScaling {
     fn apply(&self, plain: Vec<f64>, theta: f64) -> Result<(Vec<f64>, f64), KernelError> {
         use std::f64::consts::PI;
@@ -141,7 +202,7 @@ impl RopeScaling {
                 };
                 Ok((plain.into_iter().map(scale).collect(), 1.0))
             }
-            Self::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor } => {
+            Self::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
                 above_zero("rope factor", factor)?;
                 above_zero("rope original context", original_context)?;
                 above_zero("rope beta_fast", beta_fast)?;
@@ -155,8 +216,9 @@ impl RopeScaling {
                 let pair_of =
                     |rotations: f64| pairs * libm::log(original_context / (rotations * 2.0 * PI)) / libm::log(theta);
                 let last = 2.0 * pairs - 1.0;
-                let low = pair_of(beta_fast).floor().max(0.0);
-                let high = pair_of(beta_slow).ceil().min(last);
+                let (low, high) = (pair_of(beta_fast), pair_of(beta_slow));
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(last));
                 let width = if high == low { 0.001 } else { high - low };
                 let scaled = plain.into_iter().enumerate().map(|(i, f)| {
                     let divided = ((i as f64 - low) / width).clamp(0.0, 1.0);
@@ -215,6 +277,7 @@ mod tests {
             beta_fast: 32.0,
             beta_slow: 1.0,
             attention_factor,
+            truncate: true,
         };
         let (f, factor) = spec(64, 10_000.0, yarn(None)).frequencies().unwrap();
         let (plain, _) = spec(64, 10_000.0, RopeScaling::None).frequencies().unwrap();
@@ -225,6 +288,39 @@ mod tests {
         let divided = (16.0 - 10.0) / 13.0;
         near(f[16], plain[16] * (divided / 4.0 + 1.0 - divided));
         assert_eq!(spec(64, 10_000.0, yarn(Some(1.5))).frequencies().unwrap().1, 1.5);
+    }
+
+    #[test]
+    fn a_ramp_that_is_not_truncated_begins_between_pairs() {
+        let scaling = RopeScaling::Yarn {
+            factor: 32.0,
+            original_context: 4096.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            truncate: false,
+        };
+        let (f, _) = spec(64, 150_000.0, scaling).frequencies().unwrap();
+        let (plain, _) = spec(64, 150_000.0, RopeScaling::None).frequencies().unwrap();
+        let pair = |turns: f64| 32.0 * (4096.0 / (turns * 2.0 * std::f64::consts::PI)).ln() / 150_000f64.ln();
+        let divided = (12.0 - pair(32.0)) / (pair(1.0) - pair(32.0));
+        near(f[12], plain[12] * (divided / 32.0 + 1.0 - divided));
+    }
+
+    #[test]
+    fn turning_back_undoes_a_rotation() {
+        for style in [RopeStyle::Half, RopeStyle::Interleaved] {
+            let rotation = Rotation::new(&RopeSpec { style, offset: 1, ..spec(4, 100.0, RopeScaling::None) }).unwrap();
+            let original = [5.0, 1.0, 2.0, 3.0, 4.0, 6.0];
+            let mut head = original;
+            rotation.rotate(&rotation.at(3), &mut head);
+            let (c, s) = (3f32.cos(), 3f32.sin());
+            let partner = if style == RopeStyle::Half { 3.0 } else { 2.0 };
+            assert!((head[1] - (c - s * partner)).abs() < 1e-6, "{head:?}");
+            assert_eq!((head[0], head[5]), (5.0, 6.0));
+            rotation.rotate_back(&rotation.at(3), &mut head);
+            assert!(head.iter().zip(original).all(|(a, b)| (a - b).abs() < 1e-5), "{head:?}");
+        }
     }
 
     #[test]
@@ -265,6 +361,7 @@ mod tests {
                     beta_fast: 32.0,
                     beta_slow: 1.0,
                     attention_factor: None,
+                    truncate: true,
                 },
             ),
         ] {

@@ -2,6 +2,7 @@
 
 use kvdock_kernels::KvPool;
 
+use crate::pools::{PoolMemory, PoolSet, StateSave};
 use crate::{ModelError, ModelSpec};
 
 /// Which positions of a chunk want logits.
@@ -35,6 +36,43 @@ pub struct SeqChunk<'a> {
 pub struct Batch<'a> {
     /// The chunks, each of a different sequence.
     pub seqs: &'a [SeqChunk<'a>],
+}
+
+/// The next tokens of one sequence, for a model that runs over several pools.
+#[derive(Debug, Clone, Copy)]
+pub struct PooledChunk<'a> {
+    /// As in [`SeqChunk`].
+    pub tokens: &'a [u32],
+    /// As in [`SeqChunk`]; what the pools' hit policies ask for must be there for it.
+    pub start: u32,
+    /// As in [`SeqChunk`].
+    pub logits: Want,
+    /// Page table of the pools addressed by [`crate::PageSource::Anchor`], as in [`SeqChunk`].
+    pub pages: &'a [u32],
+    /// Page table of the pools addressed by [`crate::PageSource::Window`], of the same page size. Pages that no token
+    /// of this chunk sees may be [`crate::NO_PAGE`]. Empty where the model has no such pool.
+    pub window: &'a [u32],
+    /// The sequence's own slot, where the model has pools of slots. A chunk that starts at 0 clears it first.
+    pub slot: Option<u32>,
+    /// Which states on the way are kept.
+    pub save: &'a [StateSave],
+}
+
+/// As [`Batch`], over several pools.
+#[derive(Debug, Clone, Copy)]
+pub struct PooledBatch<'a> {
+    /// The chunks, each of a different sequence.
+    pub seqs: &'a [PooledChunk<'a>],
+}
+
+/// What [`Model::forward_draft`] needs beside the main pass.
+pub struct DraftPass<'a> {
+    /// For each row of the batch the token that follows it.
+    pub next: &'a [u32],
+    /// The pools that [`ModelSpec::draft_pools`] declares, addressed by the same page tables.
+    pub pools: &'a PoolSet,
+    /// Takes the draft's rows: of the same rows that want logits, for the token after the next.
+    pub logits: &'a mut Logits,
 }
 
 /// Rows of logits, in order of the chunks and of the positions inside them.
@@ -125,4 +163,42 @@ pub trait Model: Send + Sync {
         hooks: &dyn LayerHooks,
         logits: &mut Logits,
     ) -> Result<(), ModelError>;
+
+    /// As [`Model::forward`], over the pools that [`ModelSpec::pools`] declares. `before_layer` of the hooks is called
+    /// before any pool's buffer of that layer is read or written.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; pools that are not those of the declaration.
+    fn forward_pools(
+        &self,
+        batch: &PooledBatch<'_>,
+        pools: &PoolSet,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        let (true, Some(PoolMemory::Heads(pool))) = (self.spec().pools == pools.decls(), pools.memory(0)) else {
+            return Err(ModelError::Batch("the pools are not those that the model declares".to_owned()));
+        };
+        let seqs: Vec<SeqChunk<'_>> = batch
+            .seqs
+            .iter()
+            .map(|seq| SeqChunk { tokens: seq.tokens, start: seq.start, pages: seq.pages, logits: seq.logits })
+            .collect();
+        self.forward(&Batch { seqs: &seqs }, pool.as_ref(), hooks, logits)
+    }
+
+    /// As [`Model::forward_pools`], and the layer that predicts the token after the next runs on what comes out.
+    ///
+    /// # Errors
+    /// As [`Model::forward_pools`]; a model without such a layer.
+    fn forward_draft(
+        &self,
+        batch: &PooledBatch<'_>,
+        pools: &PoolSet,
+        draft: DraftPass<'_>,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        let _ = (batch, pools, draft, logits);
+        Err(ModelError::Batch("this model has no layer that predicts further tokens".to_owned()))
+    }
 }

@@ -13,6 +13,7 @@ mod forward;
 pub mod gguf;
 pub mod hf;
 mod load;
+mod pools;
 mod spec;
 mod stop;
 mod template;
@@ -21,8 +22,11 @@ mod tokenizer;
 mod weights;
 
 pub use error::ModelError;
-pub use forward::{Batch, LayerHooks, Logits, Model, NoHooks, SeqChunk, Want};
+pub use forward::{Batch, DraftPass, LayerHooks, Logits, Model, NoHooks, PooledBatch, PooledChunk, SeqChunk, Want};
 pub use load::{LoadOptions, LoadedModel, load};
+pub use pools::{
+    HitPolicy, NO_PAGE, PageSource, PoolDecl, PoolKind, PoolLayout, PoolMemory, PoolSet, PoolSizes, StateSave,
+};
 pub use spec::{GenerationDefaults, KvGeometry, ModelSpec};
 pub use template::ChatTemplate;
 pub use tokenizer::{DecodeStream, Tokenizer};

@@ -15,7 +15,7 @@ use crate::hf::HfFolder;
 use crate::stop::stop_ids;
 use crate::template::ChatTemplate;
 use crate::tokenizer::{Tokenizer, token_key};
-use crate::{GenerationDefaults, Model, ModelError, ModelSpec};
+use crate::{GenerationDefaults, Model, ModelError, ModelSpec, PoolDecl, PoolLayout};
 
 /// What [`load`] needs besides the path.
 pub struct LoadOptions<'a> {
@@ -24,12 +24,15 @@ pub struct LoadOptions<'a> {
     /// Called on the loading thread, often, with bytes done and bytes in all; done never falls and is at
     /// last equal to all.
     pub progress: &'a dyn Fn(u64, u64),
+    /// Keeps rows of the cache packed in eight bits with scales, for a family whose published code does so; another one
+    /// is refused. Packed rows give other logits than rows in the cache's element type, and as reproducible ones.
+    pub packed_rows: bool,
 }
 
 impl LoadOptions<'_> {
     /// Options that tell nobody about the progress.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, progress: &|_, _| {} }
+        Self { device, progress: &|_, _| {}, packed_rows: false }
     }
 }
 
@@ -167,6 +170,7 @@ fn finish(
             device: &options.device,
             progress: &progress,
             tokens: tokenizer.vocab_size(),
+            packed_rows: options.packed_rows,
         });
         if parts.is_err() {
             progress.cancel();
@@ -182,6 +186,13 @@ fn finish(
         Ok::<_, ModelError>((parts?, digest?))
     })?;
     let geometry = parts.geometry;
+    let packs = |pool: &PoolDecl| matches!(pool.layout, PoolLayout::PackedRows { .. } | PoolLayout::PackedKeys { .. });
+    if options.packed_rows && !geometry.pools.iter().any(packs) {
+        return Err(ModelError::Unsupported {
+            path: checkpoint.config_path().to_path_buf(),
+            what: format!("packing the cache's rows for the family {}", family.name),
+        });
+    }
     if tokenizer.vocab_size() > geometry.vocab_size {
         return Err(ModelError::Damaged {
             path: checkpoint.path().to_path_buf(),
@@ -201,6 +212,9 @@ fn finish(
         hidden: geometry.hidden,
         layers: geometry.layers,
         kv: geometry.kv,
+        pools: geometry.pools,
+        draft_pools: geometry.draft_pools,
+        page_multiple: geometry.page_multiple,
         bos: identity.bos,
         eos: stop_ids(identity.listed, &tokenizer, template.as_ref()),
         generation: identity.generation,

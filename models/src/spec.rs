@@ -2,6 +2,8 @@
 
 use kvdock_kernels::{KvDtype, KvSpec};
 
+use crate::pools::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolLayout};
+
 /// Shape of what one token leaves in the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvGeometry {
@@ -26,6 +28,23 @@ impl KvGeometry {
             page_tokens,
             pages,
             dtype,
+        }
+    }
+
+    /// The declaration of a model that has this one pool.
+    pub fn declared(&self) -> PoolDecl {
+        PoolDecl {
+            name: "kv",
+            kind: PoolKind::FullKv,
+            source: PageSource::Anchor,
+            hit: HitPolicy::AllPages,
+            layers: (0..self.layers).collect(),
+            layout: PoolLayout::Heads {
+                kv_heads: self.kv_heads,
+                head_dim_k: self.head_dim_k,
+                head_dim_v: self.head_dim_v,
+            },
+            encoding: "",
         }
     }
 }
@@ -63,8 +82,15 @@ pub struct ModelSpec {
     pub hidden: usize,
     /// Number of layers.
     pub layers: usize,
-    /// What a token leaves in the KV cache.
-    pub kv: KvGeometry,
+    /// What a token leaves in the KV cache of a model that runs over one pool of all tokens
+    /// ([`crate::Model::forward`]). `None`: it needs all of [`ModelSpec::pools`].
+    pub kv: Option<KvGeometry>,
+    /// The pools of [`crate::Model::forward_pools`].
+    pub pools: Vec<PoolDecl>,
+    /// The pools of [`crate::Model::forward_draft`]: of layers that predict further tokens. Empty where there are none.
+    pub draft_pools: Vec<PoolDecl>,
+    /// Tokens that a page must hold a multiple of.
+    pub page_multiple: usize,
     /// Token that starts a text, where the model has one.
     pub bos: Option<u32>,
     /// All tokens that end a generation, ascending: end of text and end of turn, from the config, the
@@ -81,6 +107,23 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
+    /// The one pool's shape, for an engine that holds no other.
+    ///
+    /// # Errors
+    /// The pools that the model needs instead.
+    pub fn one_pool(&self) -> Result<KvGeometry, String> {
+        self.kv.ok_or_else(|| {
+            let names: Vec<&str> = self.pools.iter().map(|pool| pool.name).collect();
+            format!(
+                "a model of the family {} keeps its cache in {} pools ({}); this version serves models that can do with \
+                 one pool of keys and values",
+                self.family,
+                names.len(),
+                names.join(", ")
+            )
+        })
+    }
+
     /// [`ModelSpec::weights_digest`] in lower-case hexadecimal digits.
     pub fn weights_digest_hex(&self) -> String {
         self.weights_digest.iter().map(|byte| format!("{byte:02x}")).collect()

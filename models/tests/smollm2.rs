@@ -170,7 +170,8 @@ fn the_spec_says_what_the_file_says() {
     assert_eq!(spec.vocab_size, 49152);
     assert_eq!(spec.context_length, 8192);
     assert_eq!((spec.hidden, spec.layers), (576, 30));
-    assert_eq!((spec.kv.layers, spec.kv.kv_heads, spec.kv.head_dim_k, spec.kv.head_dim_v), (30, 3, 64, 64));
+    let kv = spec.one_pool().unwrap();
+    assert_eq!((kv.layers, kv.kv_heads, kv.head_dim_k, kv.head_dim_v), (30, 3, 64, 64));
     assert_eq!(spec.bos, Some(1));
     assert_eq!(spec.eos, [2]);
     assert_eq!(spec.weights_digest_hex(), TEST_MODEL_SHA256);
@@ -181,7 +182,7 @@ fn the_spec_says_what_the_file_says() {
 fn progress_rises_to_the_whole() {
     let seen = std::cell::RefCell::new(Vec::new());
     let report = |done, total| seen.borrow_mut().push((done, total));
-    let options = kvdock_models::LoadOptions { device: common::device(), progress: &report };
+    let options = kvdock_models::LoadOptions { progress: &report, ..kvdock_models::LoadOptions::new(common::device()) };
     kvdock_models::load(&model(), &options).unwrap();
     let seen = seen.into_inner();
     assert!(seen.len() > 100, "{} reports", seen.len());

@@ -11,6 +11,7 @@ mod server;
 mod setup;
 mod soak;
 mod test;
+mod tiny_models;
 mod umbp;
 
 use std::process::ExitCode;
@@ -38,6 +39,8 @@ enum Command {
     /// Real Mooncake services, to try the Mooncake plugin with.
     #[command(subcommand)]
     Mooncake(mooncake::Action),
+    /// Write small checkpoints of every model family.
+    TinyModels(tiny_models::Options),
     /// Measure kvdock beside its peers and the machine's limits, in one run.
     Bench(bench::Options),
 }
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Test(options) => test::run(&options),
         Command::Soak(options) => soak::run(&options),
         Command::Mooncake(action) => mooncake::act(&action),
+        Command::TinyModels(options) => tiny_models::write(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match outcome {

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype, KvSpec};
-use kvdock_models::{LoadOptions, LoadedModel};
+use kvdock_models::{KvGeometry, LoadOptions, LoadedModel};
 use serde_json::{Value, json};
 
 use super::machine;
@@ -48,7 +48,8 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
 
     let dtype = kv_dtype(&config.cache.dtype)?;
     let page_size = config.cache.page_size;
-    let shape = |pages: usize| spec.kv.pool(dtype, page_size as usize, pages);
+    let kv = spec.one_pool().map_err(|reason| format!("{}: {reason}", path.display()))?;
+    let shape = |pages: usize| kv.pool(dtype, page_size as usize, pages);
     let sizes = pools(&Wanted {
         device_tokens: config.cache.device_tokens,
         host_tokens: (config.cache.mode != CacheMode::Device).then_some(config.cache.host_tokens),
@@ -60,7 +61,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let pool_shape: KvSpec = shape(sizes.device_pages as usize);
     let pool = device.alloc_kv_pool(pool_shape).map_err(|error| format!("cache.device_tokens: {error}"))?;
 
-    let namespace = namespace(config, &model, dtype);
+    let namespace = namespace(config, &model, kv, dtype);
     let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
     let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
     let policies = (cache_config.prefetch_policy, cache_config.write_policy);
@@ -154,7 +155,7 @@ fn kv_dtype(name: &str) -> Result<KvDtype, String> {
         .ok_or_else(|| format!("cache.dtype = {name:?}: is none that this build has"))
 }
 
-fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype) -> Namespace {
+fn namespace(config: &Config, model: &LoadedModel, kv: KvGeometry, dtype: KvDtype) -> Namespace {
     let spec = model.spec();
     let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     Namespace {
@@ -164,10 +165,10 @@ fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype) -> Namespace 
         kv_dtype: dtype.name().to_owned(),
         host_layout: config.cache.host_layout.clone(),
         page_tokens: config.cache.page_size,
-        layers: small(spec.kv.layers),
-        kv_heads: small(spec.kv.kv_heads),
-        head_dim_k: small(spec.kv.head_dim_k),
-        head_dim_v: small(spec.kv.head_dim_v),
+        layers: small(kv.layers),
+        kv_heads: small(kv.kv_heads),
+        head_dim_k: small(kv.head_dim_k),
+        head_dim_v: small(kv.head_dim_v),
         tp: (0, config.engine.tp_size),
         pp: (0, config.engine.pp_size),
         cp: (0, config.engine.cp_size),

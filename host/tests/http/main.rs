@@ -7,6 +7,7 @@ mod admin;
 mod chat;
 mod completions;
 mod errors;
+mod families;
 mod generate;
 mod info;
 mod lifecycle;

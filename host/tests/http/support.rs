@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use kvdock_models::testing::{TinyKind, TinyModel};
+use kvdock_models::testing::{Fixture, TinyKind, TinyModel};
 use serde_json::{Value, json};
 
 /// A running `kvdock serve`; killed when dropped.
@@ -53,6 +53,13 @@ pub fn tiny_model() -> tempfile::TempDir {
     dir
 }
 
+/// A tiny checkpoint of a family beyond the dense one.
+pub fn fixture(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    Fixture::new(name).unwrap().write(dir.path()).unwrap();
+    dir
+}
+
 /// `kvdock` with a clean environment.
 pub fn kvdock(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvdock"));
@@ -90,7 +97,8 @@ impl Server {
         Self::serving(dir, settings)
     }
 
-    fn serving(model: tempfile::TempDir, settings: &[&str]) -> Self {
+    /// A server of the model in a folder.
+    pub fn serving(model: tempfile::TempDir, settings: &[&str]) -> Self {
         let path = format!("model.path={}", model.path().display());
         let mut args = vec!["serve", "--set", "server.port=0", "--set", &path];
         for setting in ["cache.device_tokens=4096", "cache.host_tokens=4096", "model.name=tiny"] {

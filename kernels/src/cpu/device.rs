@@ -210,6 +210,10 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn host_tasks(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
+        self.threads.run("host_tasks", tasks, body)
+    }
+
     fn alloc(&self, len: usize) -> Result<Buf, KernelError> {
         let array = FloatArray::zeroed(len, "a buffer")?;
         Ok(Buf::from_parts(len, Box::new(array)))

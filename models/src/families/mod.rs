@@ -3,6 +3,9 @@
 //! A family registers itself with [`inventory::submit!`]; [`find`] picks the one that claims the
 //! architecture name of a checkpoint. Adding a family touches no other file.
 
+pub(crate) mod blocks;
+mod decoder;
+mod deepseek_v4;
 mod dense;
 
 use std::sync::Arc;
@@ -12,7 +15,7 @@ use kvdock_kernels::Device;
 pub use crate::checkpoint::Checkpoint;
 use crate::digest::Progress;
 use crate::spec::KvGeometry;
-use crate::{Model, ModelError, ModelSpec};
+use crate::{Model, ModelError, ModelSpec, PoolDecl};
 
 /// A family of models: the architecture names it runs, and how it is built.
 pub struct Family {
@@ -36,6 +39,8 @@ pub struct Build<'a> {
     pub device: &'a Arc<dyn Device>,
     /// Number of tokens the tokenizer knows.
     pub tokens: usize,
+    /// As [`crate::LoadOptions::packed_rows`].
+    pub packed_rows: bool,
     pub(crate) progress: &'a Progress<'a>,
 }
 
@@ -47,7 +52,7 @@ impl Build<'_> {
 }
 
 /// Sizes a family read from the configuration; they go into the [`ModelSpec`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Geometry {
     /// Rows of the output matrix.
     pub vocab_size: usize,
@@ -57,8 +62,14 @@ pub struct Geometry {
     pub hidden: usize,
     /// Number of layers.
     pub layers: usize,
-    /// What a token leaves in the cache.
-    pub kv: KvGeometry,
+    /// What a token leaves in the cache of a model that can do with one pool.
+    pub kv: Option<KvGeometry>,
+    /// The pools.
+    pub pools: Vec<PoolDecl>,
+    /// The pools of layers that predict further tokens.
+    pub draft_pools: Vec<PoolDecl>,
+    /// Tokens that a page must hold a multiple of.
+    pub page_multiple: usize,
 }
 
 /// A model all but its [`ModelSpec`], which is complete only when everything has been read.

@@ -33,6 +33,11 @@ impl JsonFile {
         Ok(Some(Self { path: path.to_path_buf(), object }))
     }
 
+    /// The object under `key` as a file of its own; messages name the same path.
+    pub fn section(&self, key: &str) -> Option<Self> {
+        Some(Self { path: self.path.clone(), object: self.get(key)?.as_object()?.clone() })
+    }
+
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 pub use json::JsonFile;
 use shard::Shard;
+pub(crate) use shard::StoredTensor;
 
 use crate::ModelError;
 use crate::spec::GenerationDefaults;
@@ -36,17 +37,10 @@ impl HfFolder {
     /// # Errors
     /// Missing or damaged files, tensors that the index promises and no file holds.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
-        let config_path = dir.join(CONFIG);
-        let config = JsonFile::open(&config_path)?.ok_or_else(|| ModelError::Damaged {
+        let config = JsonFile::open(&dir.join(CONFIG))?.ok_or_else(|| ModelError::Damaged {
             path: dir.to_path_buf(),
             what: format!("expected a Hugging Face folder with {CONFIG}, found none"),
         })?;
-        if config.get("quantization_config").is_some() {
-            return Err(ModelError::Unsupported {
-                path: config_path,
-                what: "quantization_config (safetensors in F32, F16 or BF16 are)".to_owned(),
-            });
-        }
         let index = JsonFile::open(&dir.join(INDEX))?;
         let promised = index.as_ref().map(weight_map).transpose()?;
         let files: BTreeSet<String> = match &promised {
@@ -125,6 +119,14 @@ impl HfFolder {
     pub fn tensor(&self, name: &str) -> Result<Option<RawTensor<'_>>, ModelError> {
         match self.places.get(name).and_then(|&shard| self.shards.get(shard)) {
             Some(shard) => shard.tensor(name),
+            None => Ok(None),
+        }
+    }
+
+    /// As [`HfFolder::tensor`], of any type.
+    pub(crate) fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>, ModelError> {
+        match self.places.get(name).and_then(|&shard| self.shards.get(shard)) {
+            Some(shard) => shard.stored(name),
             None => Ok(None),
         }
     }

@@ -40,31 +40,66 @@ impl Shard {
         self.metadata.tensors().into_keys().collect()
     }
 
-    /// The tensor `name`; `None` where the file has none of that name.
-    pub(super) fn tensor(&self, name: &str) -> Result<Option<RawTensor<'_>>, ModelError> {
+    /// The tensor `name` as it is stored; `None` where the file has none of that name.
+    pub(super) fn stored(&self, name: &str) -> Result<Option<StoredTensor<'_>>, ModelError> {
         let Some(info) = self.metadata.info(name) else {
             return Ok(None);
         };
-        let error = |expected: &str, found: String| ModelError::Tensor {
-            path: self.path.clone(),
-            tensor: name.to_owned(),
-            expected: expected.to_owned(),
-            found,
-        };
-        let format = match info.dtype {
+        let (begin, end) = info.data_offsets;
+        let data =
+            self.map.get(self.data..).and_then(|data| data.get(begin..end)).ok_or_else(|| ModelError::Tensor {
+                path: self.path.clone(),
+                tensor: name.to_owned(),
+                expected: "data inside the file".to_owned(),
+                found: format!("bytes {begin} to {end} of {}", self.map.len()),
+            })?;
+        let shape = info.shape.clone();
+        Ok(Some(StoredTensor { name: name.to_owned(), file: &self.path, dtype: info.dtype, shape, data }))
+    }
+
+    /// The tensor `name`; `None` where the file has none of that name.
+    pub(super) fn tensor(&self, name: &str) -> Result<Option<RawTensor<'_>>, ModelError> {
+        self.stored(name)?.map(StoredTensor::plain).transpose()
+    }
+}
+
+/// A tensor of any type that safetensors know.
+pub(crate) struct StoredTensor<'a> {
+    pub(crate) name: String,
+    pub(crate) file: &'a Path,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) data: &'a [u8],
+}
+
+impl<'a> StoredTensor<'a> {
+    /// The tensor, if its elements are plain floats.
+    pub(crate) fn plain(self) -> Result<RawTensor<'a>, ModelError> {
+        let format = match self.dtype {
             Dtype::F32 => WeightFormat::F32,
             Dtype::F16 => WeightFormat::F16,
             Dtype::BF16 => WeightFormat::BF16,
-            other => {
-                return Err(error("one of the types F32, F16, BF16", format!("type {other:?}")));
-            }
+            other => return Err(self.error("one of the types F32, F16, BF16", format!("type {other:?}"))),
         };
-        let (begin, end) = info.data_offsets;
-        let data =
-            self.map.get(self.data..).and_then(|data| data.get(begin..end)).ok_or_else(|| {
-                error("data inside the file", format!("bytes {begin} to {end} of {}", self.map.len()))
-            })?;
-        Ok(Some(RawTensor { name: name.to_owned(), file: &self.path, format, shape: info.shape.clone(), data }))
+        Ok(RawTensor { name: self.name, file: self.file, format, shape: self.shape, data: self.data })
+    }
+
+    /// An error about this tensor.
+    pub(crate) fn error(&self, expected: impl Into<String>, found: impl Into<String>) -> ModelError {
+        ModelError::Tensor {
+            path: self.file.to_path_buf(),
+            tensor: self.name.clone(),
+            expected: expected.into(),
+            found: found.into(),
+        }
+    }
+
+    /// Fails unless the shape is `expected`.
+    pub(crate) fn expect_shape(&self, expected: &[usize]) -> Result<(), ModelError> {
+        if self.shape == expected {
+            return Ok(());
+        }
+        Err(self.error(format!("shape {expected:?} by the model's configuration"), format!("shape {:?}", self.shape)))
     }
 }
 

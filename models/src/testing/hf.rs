@@ -84,7 +84,7 @@ impl TinyModel {
 }
 
 /// A `tokenizer.json` with a token for each byte below `vocab`, the byte's value being its id.
-fn byte_tokenizer(vocab: usize) -> Value {
+pub(super) fn byte_tokenizer(vocab: usize) -> Value {
     let tokens: Map<String, Value> =
         (0..=255u8).take(vocab).map(|byte| (byte_to_char(byte).to_string(), json!(byte))).collect();
     let bytes = json!({

@@ -4,7 +4,10 @@
 //! is shipped: [`TinyModel`] writes them where a test wants them. Their tokenizer has a token for each byte and no
 //! other, so any text is as many tokens as it has bytes.
 
+mod decoders;
+mod deepseek_v4;
 mod fill;
+mod fixture;
 mod gguf;
 mod hf;
 mod quantize;
@@ -14,6 +17,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub use fill::{fill, token_ids};
+pub use fixture::Fixture;
 #[cfg(test)]
 pub(crate) use gguf::Writer;
 pub use shape::{TinyKind, TinyModel, TinyTensor};

@@ -1,6 +1,8 @@
 //! What the tests of this crate share.
 #![allow(dead_code)]
 
+pub mod pools;
+
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -30,7 +32,7 @@ pub struct Session {
 
 impl Session {
     pub fn new(loaded: LoadedModel, dtype: KvDtype, pages: usize) -> Self {
-        let spec = loaded.spec().kv.pool(dtype, PAGE, pages);
+        let spec = loaded.spec().one_pool().unwrap().pool(dtype, PAGE, pages);
         let pool = device().alloc_kv_pool(spec).unwrap();
         Self { loaded, pool }
     }

@@ -96,7 +96,8 @@ impl Rig {
     pub fn start(chunk: usize, folder: &Path) -> Self {
         let (model, device) = model();
         let spec = model.spec();
-        let pool = device.alloc_kv_pool(spec.kv.pool(KvDtype::F16, PAGE, DEVICE_PAGES)).expect("a KV pool");
+        let kv = spec.one_pool().expect("a model of one pool");
+        let pool = device.alloc_kv_pool(kv.pool(KvDtype::F16, PAGE, DEVICE_PAGES)).expect("a KV pool");
         let small = |number: usize| u32::try_from(number).expect("a small number");
         let namespace = Namespace {
             format: PAGE_FORMAT,
@@ -105,10 +106,10 @@ impl Rig {
             kv_dtype: "f16".to_owned(),
             host_layout: "page_first".to_owned(),
             page_tokens: small(PAGE),
-            layers: small(spec.kv.layers),
-            kv_heads: small(spec.kv.kv_heads),
-            head_dim_k: small(spec.kv.head_dim_k),
-            head_dim_v: small(spec.kv.head_dim_v),
+            layers: small(kv.layers),
+            kv_heads: small(kv.kv_heads),
+            head_dim_k: small(kv.head_dim_k),
+            head_dim_v: small(kv.head_dim_v),
             tp: (0, 1),
             pp: (0, 1),
             cp: (0, 1),

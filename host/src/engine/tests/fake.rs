@@ -31,6 +31,8 @@ pub const FISH: [u32; 3] = [57, 58, 59];
 /// One slot: the token, its position, and two values that are always 7.
 type Slot = [f32; 4];
 
+const KV: KvGeometry = KvGeometry { layers: 1, kv_heads: 1, head_dim_k: 2, head_dim_v: 2 };
+
 pub struct FakePool {
     spec: KvSpec,
     slots: Mutex<Vec<Slot>>,
@@ -112,7 +114,10 @@ impl FakeModel {
                 context_length,
                 hidden: 4,
                 layers: 1,
-                kv: KvGeometry { layers: 1, kv_heads: 1, head_dim_k: 2, head_dim_v: 2 },
+                kv: Some(KV),
+                pools: vec![KV.declared()],
+                draft_pools: Vec::new(),
+                page_multiple: 1,
                 bos: None,
                 eos: vec![EOS],
                 generation: GenerationDefaults::default(),

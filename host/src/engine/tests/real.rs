@@ -27,7 +27,7 @@ fn loaded() -> (LoadedModel, Arc<CpuDevice>) {
 fn start(chunk: usize, pages: usize, host_pages: u32) -> Rig {
     use kvdock_kernels::Device;
     let (loaded, device) = loaded();
-    let spec = loaded.spec().kv.pool(KvDtype::F16, REAL_PAGE, pages);
+    let spec = loaded.spec().one_pool().unwrap().pool(KvDtype::F16, REAL_PAGE, pages);
     let pool = device.alloc_kv_pool(spec).unwrap();
     let mailbox = Mailbox::new();
     let cache_config = CacheConfig { host_pages, ..CacheConfig::default() };

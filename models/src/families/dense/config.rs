@@ -109,6 +109,7 @@ impl Config {
                 beta_fast: number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 attention_factor: number("rope.scaling.attn_factor")?.map(|given| given * (0.1 * factor.ln() + 1.0)),
+                truncate: true,
             },
             ("linear" | "yarn", None) => {
                 return Err(gguf.key_error(&key("rope.scaling.factor"), NUMBER, "no such key"));
@@ -240,6 +241,11 @@ impl Config {
 /// Settings that would change the arithmetic, and that no dense model here has.
 fn refuse_other_arithmetic(file: &JsonFile) -> Result<(), ModelError> {
     let unsupported = |what: String| ModelError::Unsupported { path: file.path().to_path_buf(), what };
+    if file.get("quantization_config").is_some() {
+        return Err(unsupported(
+            "quantization_config (for this family, safetensors in F32, F16 or BF16 are)".to_owned(),
+        ));
+    }
     let act = file.optional("hidden_act", "a text", |value| value.as_str())?;
     if let Some(act) = act.filter(|act| *act != "silu") {
         return Err(unsupported(format!("hidden_act {act:?} (\"silu\" is)")));
@@ -256,13 +262,13 @@ fn refuse_other_arithmetic(file: &JsonFile) -> Result<(), ModelError> {
     Ok(())
 }
 
-pub(super) const EXTENT: &str = "a whole number from 1 to 2^24";
-pub(super) const NUMBER: &str = "a number above 0";
+pub(crate) const EXTENT: &str = "a whole number from 1 to 2^24";
+pub(crate) const NUMBER: &str = "a number above 0";
 
-pub(super) fn extent(value: Option<u64>) -> Option<usize> {
+pub(crate) fn extent(value: Option<u64>) -> Option<usize> {
     value.and_then(|value| usize::try_from(value).ok()).filter(|value| (1..=MAX_EXTENT).contains(value))
 }
 
-pub(super) fn positive(value: Option<f64>) -> Option<f64> {
+pub(crate) fn positive(value: Option<f64>) -> Option<f64> {
     value.filter(|value| value.is_finite() && *value > 0.0)
 }

@@ -12,7 +12,7 @@ fn spellings(key: &str) -> [String; 3] {
 }
 
 /// A number above 0 under any spelling of `key`.
-pub(super) fn number(file: &JsonFile, key: &str) -> Result<Option<f64>, ModelError> {
+pub(crate) fn number(file: &JsonFile, key: &str) -> Result<Option<f64>, ModelError> {
     for key in spellings(key) {
         let found = file.optional(&key, NUMBER, |value| positive(value.as_f64()))?;
         if found.is_some() {
@@ -22,8 +22,18 @@ pub(super) fn number(file: &JsonFile, key: &str) -> Result<Option<f64>, ModelErr
     Ok(None)
 }
 
+fn truncate(file: &JsonFile) -> Result<Option<bool>, ModelError> {
+    for key in spellings("truncate") {
+        let found = file.optional(&key, "true or false", |value| value.as_bool())?;
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
 /// How frequencies are stretched. `positions` is `max_position_embeddings`.
-pub(super) fn scaling(file: &JsonFile, positions: usize) -> Result<RopeScaling, ModelError> {
+pub(crate) fn scaling(file: &JsonFile, positions: usize) -> Result<RopeScaling, ModelError> {
     let mut kind = None;
     for section in ["rope_parameters", "rope_scaling"] {
         for key in ["rope_type", "type"] {
@@ -68,6 +78,7 @@ pub(super) fn scaling(file: &JsonFile, positions: usize) -> Result<RopeScaling, 
             beta_fast: number(file, "beta_fast")?.unwrap_or(32.0),
             beta_slow: number(file, "beta_slow")?.unwrap_or(1.0),
             attention_factor: number(file, "attention_factor")?,
+            truncate: truncate(file)?.unwrap_or(true),
         },
         other => {
             return Err(file.key_error(&key, "one of default, linear, llama3, yarn", format!("{other:?}")));

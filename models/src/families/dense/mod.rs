@@ -4,8 +4,8 @@
 //! [`config`] reads both formats into one description, [`weights`] uploads by it, [`run`] is
 //! the forward pass of all of them.
 
-mod config;
-mod hf_rope;
+pub(super) mod config;
+pub(super) mod hf_rope;
 mod run;
 mod weights;
 mod workspace;
@@ -55,17 +55,21 @@ inventory::submit! {
 fn build(input: &Build<'_>, variant: &'static Variant) -> Result<Parts, ModelError> {
     let config = Config::read(input.checkpoint, variant, input.tokens)?;
     let weights = Weights::upload(input, &config, variant)?;
+    let kv = KvGeometry {
+        layers: config.layers,
+        kv_heads: config.kv_heads,
+        head_dim_k: config.head_dim,
+        head_dim_v: config.head_dim,
+    };
     let geometry = Geometry {
         vocab_size: config.vocab,
         context_length: config.context,
         hidden: config.hidden,
         layers: config.layers,
-        kv: KvGeometry {
-            layers: config.layers,
-            kv_heads: config.kv_heads,
-            head_dim_k: config.head_dim,
-            head_dim_v: config.head_dim,
-        },
+        kv: Some(kv),
+        pools: vec![kv.declared()],
+        draft_pools: Vec::new(),
+        page_multiple: 1,
     };
     let device = Arc::clone(input.device);
     Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(DenseModel::new(spec, config, weights, device))) })

@@ -265,7 +265,7 @@ struct Input<'a> {
 
 impl<'a> Input<'a> {
     fn check(batch: &Batch<'a>, pool: &KvSpec, spec: &ModelSpec) -> Result<Self, ModelError> {
-        let kv = spec.kv;
+        let kv = spec.one_pool().map_err(ModelError::Batch)?;
         if *pool != kv.pool(pool.dtype, pool.page_tokens, pool.pages) {
             return Err(ModelError::Batch(format!(
                 "the pool holds {} layers of {} heads of {} and {} elements, the model {} layers of {} heads of {} and {}",

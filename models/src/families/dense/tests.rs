@@ -24,8 +24,14 @@ fn model(dir: &Path, kind: TinyKind, variant: &'static Variant, device: &Arc<dyn
     let checkpoint = Checkpoint::Hf(&folder);
     let config = Config::read(&checkpoint, variant, 256).unwrap();
     let progress = Progress::new(&|_, _| {}, 1);
-    let build = Build { checkpoint: &checkpoint, device, tokens: 256, progress: &progress };
+    let build = Build { checkpoint: &checkpoint, device, tokens: 256, packed_rows: false, progress: &progress };
     let weights = Weights::upload(&build, &config, variant).unwrap();
+    let kv = KvGeometry {
+        layers: tiny.layers,
+        kv_heads: tiny.kv_heads,
+        head_dim_k: tiny.head_dim,
+        head_dim_v: tiny.head_dim,
+    };
     let spec = ModelSpec {
         architecture: kind.architecture().to_owned(),
         family: kind.name(),
@@ -34,12 +40,10 @@ fn model(dir: &Path, kind: TinyKind, variant: &'static Variant, device: &Arc<dyn
         context_length: tiny.context,
         hidden: tiny.hidden,
         layers: tiny.layers,
-        kv: KvGeometry {
-            layers: tiny.layers,
-            kv_heads: tiny.kv_heads,
-            head_dim_k: tiny.head_dim,
-            head_dim_v: tiny.head_dim,
-        },
+        kv: Some(kv),
+        pools: vec![kv.declared()],
+        draft_pools: Vec::new(),
+        page_multiple: 1,
         bos: None,
         eos: Vec::new(),
         generation: GenerationDefaults::default(),
@@ -72,7 +76,7 @@ fn residuals_agree_with_the_goldens_layer_by_layer() {
     for (kind, variant, expected) in goldens {
         let dir = tempfile::tempdir().unwrap();
         let model = model(dir.path(), kind, variant, &device);
-        let pool = device.alloc_kv_pool(crate::Model::spec(&model).kv.pool(KvDtype::F32, 16, 6)).unwrap();
+        let pool = device.alloc_kv_pool(crate::Model::spec(&model).kv.unwrap().pool(KvDtype::F32, 16, 6)).unwrap();
         let tokens = token_ids(kind.prompt(), 96, 256);
         let seqs = [SeqChunk { tokens: &tokens, start: 0, pages: &[0, 1, 2, 3, 4, 5], logits: Want::None }];
         let mut seen = Vec::new();

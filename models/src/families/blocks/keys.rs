@@ -1,0 +1,109 @@
+//! Keys of `config.json` that several families read.
+
+use kvdock_kernels::{RopeScaling, RopeSpec, RopeStyle};
+
+use crate::ModelError;
+use crate::families::dense::config::{EXTENT, NUMBER, extent, positive};
+use crate::families::dense::hf_rope;
+use crate::hf::JsonFile;
+
+/// Reads sizes and numbers of one (possibly nested) configuration.
+pub(crate) struct Keys<'a>(pub(crate) &'a JsonFile);
+
+impl Keys<'_> {
+    pub(crate) fn size(&self, key: &str) -> Result<usize, ModelError> {
+        self.0.required(key, EXTENT, |value| extent(value.as_u64()))
+    }
+
+    pub(crate) fn size_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        Ok(self.optional_size(key)?.unwrap_or(default))
+    }
+
+    pub(crate) fn optional_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
+        self.0.optional(key, EXTENT, |value| extent(value.as_u64()))
+    }
+
+    /// A count that may be 0.
+    pub(crate) fn count_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        let found = self.0.optional(key, "a count", |value| {
+            value.as_u64().filter(|n| *n <= 1 << 24).and_then(|n| usize::try_from(n).ok())
+        })?;
+        Ok(found.unwrap_or(default))
+    }
+
+    pub(crate) fn number(&self, key: &str) -> Result<f64, ModelError> {
+        self.0.required(key, NUMBER, |value| positive(value.as_f64()))
+    }
+
+    pub(crate) fn number_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        Ok(self.0.optional(key, NUMBER, |value| positive(value.as_f64()))?.unwrap_or(default))
+    }
+
+    pub(crate) fn flag_or(&self, key: &str, default: bool) -> Result<bool, ModelError> {
+        Ok(self.0.optional(key, "true or false", |value| value.as_bool())?.unwrap_or(default))
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Result<Option<&str>, ModelError> {
+        self.0.optional(key, "a text", |value| value.as_str())
+    }
+
+    /// A list of texts.
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&str>>, ModelError> {
+        self.0.optional(key, "a list of texts", |value| value.as_array()?.iter().map(|entry| entry.as_str()).collect())
+    }
+
+    /// A list of counts.
+    pub(crate) fn counts(&self, key: &str) -> Result<Option<Vec<usize>>, ModelError> {
+        self.0.optional(key, "a list of counts", |value| {
+            value.as_array()?.iter().map(|entry| usize::try_from(entry.as_u64()?).ok()).collect()
+        })
+    }
+
+    /// The key's list must have one entry a layer.
+    pub(crate) fn one_each<T>(&self, key: &str, list: &[T], layers: usize) -> Result<(), ModelError> {
+        if list.len() >= layers {
+            return Ok(());
+        }
+        Err(self.0.key_error(key, &format!("an entry for each of {layers} layers"), format!("{}", list.len())))
+    }
+
+    pub(crate) fn unsupported(&self, what: String) -> ModelError {
+        ModelError::Unsupported { path: self.0.path().to_path_buf(), what }
+    }
+
+    /// Sizes that do not fit together.
+    pub(crate) fn inconsistent(&self, expected: String) -> ModelError {
+        ModelError::Damaged { path: self.0.path().to_path_buf(), what: format!("expected {expected}") }
+    }
+
+    /// Only SiLU is computed.
+    pub(crate) fn expect_silu(&self) -> Result<(), ModelError> {
+        match self.text("hidden_act")? {
+            None | Some("silu") => Ok(()),
+            Some(other) => Err(self.unsupported(format!("hidden_act {other:?} (\"silu\" is)"))),
+        }
+    }
+
+    /// The rotary embedding under the usual keys, for `dim` rotated elements of a head.
+    pub(crate) fn rope(&self, style: RopeStyle, dim: usize) -> Result<RopeSpec, ModelError> {
+        let positions = self.size("max_position_embeddings")?;
+        let scaling = hf_rope::scaling(self.0, positions)?;
+        let theta = hf_rope::number(self.0, "rope_theta")?.unwrap_or(10_000.0);
+        self.rotary(style, dim, theta, scaling)
+    }
+
+    /// A rotary embedding whose base and stretching are known.
+    pub(crate) fn rotary(
+        &self,
+        style: RopeStyle,
+        dim: usize,
+        theta: f64,
+        scaling: RopeScaling,
+    ) -> Result<RopeSpec, ModelError> {
+        let max_positions = self.size("max_position_embeddings")?;
+        if dim < 2 || !dim.is_multiple_of(2) {
+            return Err(self.inconsistent(format!("an even number of rotated dimensions above 0, found {dim}")));
+        }
+        Ok(RopeSpec { style, offset: 0, dim, theta, scaling, frequency_divisors: None, max_positions })
+    }
+}

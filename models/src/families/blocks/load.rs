@@ -1,0 +1,271 @@
+//! Weights of Hugging Face folders, in all the formats that the families beyond the dense one come in.
+//!
+//! Weights of eight and four bits are widened when they are loaded: to bf16 where that holds every value exactly (scales
+//! that are powers of two), else to f32. That costs memory, not exactness.
+
+use kvdock_kernels::{Buf, MatrixShape, Weight, WeightData, WeightFormat, dequantize};
+use safetensors::Dtype;
+
+use super::Linear;
+use super::narrow::{bf16_bytes, e4m3, e8m0, mxfp4};
+use crate::ModelError;
+use crate::checkpoint::Checkpoint;
+use crate::families::Build;
+use crate::hf::{HfFolder, StoredTensor};
+
+/// Loads tensors by name and shape.
+pub(crate) struct Loader<'a> {
+    build: &'a Build<'a>,
+    folder: &'a HfFolder,
+    /// Rows and columns that share a scale in fp8 weights.
+    block: [usize; 2],
+}
+
+/// Values of a matrix, row by row.
+pub(crate) struct Values {
+    pub(crate) values: Vec<f32>,
+    /// bf16 holds each of them.
+    exact_in_bf16: bool,
+}
+
+impl<'a> Loader<'a> {
+    /// A loader for the folder that is being built from. Of `quantization_config` it knows the methods in `methods`.
+    pub(crate) fn new(build: &'a Build<'a>, methods: &[&str]) -> Result<Self, ModelError> {
+        let path = build.checkpoint.config_path().to_path_buf();
+        let Checkpoint::Hf(folder) = build.checkpoint else {
+            return Err(ModelError::Unsupported { path, what: "this family in a GGUF file".to_owned() });
+        };
+        let config = folder.config();
+        let mut block = [128, 128];
+        if config.get("quantization_config").is_some() {
+            let key = "quantization_config.quant_method";
+            let method = config.required(key, "a text", |value| value.as_str())?;
+            if !methods.contains(&method) {
+                let known = if methods.is_empty() { "none for this family" } else { &methods.join(", ") };
+                let what = format!("quantization_config with quant_method {method:?} (known: {known})");
+                return Err(ModelError::Unsupported { path, what });
+            }
+            let key = "quantization_config.weight_block_size";
+            let given = config.optional(key, "two counts above 0", |value| {
+                let sizes: Option<Vec<u64>> = value.as_array()?.iter().map(|size| size.as_u64()).collect();
+                let sizes: [u64; 2] = sizes?.try_into().ok()?;
+                let [rows, cols] = sizes.map(|size| usize::try_from(size).unwrap_or_default());
+                (rows > 0 && cols > 0).then_some([rows, cols])
+            })?;
+            block = given.unwrap_or(block);
+        }
+        Ok(Self { build, folder, block })
+    }
+
+    pub(crate) fn device(&self) -> &dyn kvdock_kernels::Device {
+        self.build.device.as_ref()
+    }
+
+    pub(crate) fn has(&self, name: &str) -> Result<bool, ModelError> {
+        Ok(self.folder.stored(name)?.is_some())
+    }
+
+    /// The tensor `name`, which must be there in this shape.
+    fn required(&self, name: &str, shape: &[usize]) -> Result<StoredTensor<'a>, ModelError> {
+        let tensor = self.any(name, shape)?;
+        tensor.expect_shape(shape)?;
+        Ok(tensor)
+    }
+
+    fn any(&self, name: &str, shape: &[usize]) -> Result<StoredTensor<'a>, ModelError> {
+        self.folder.stored(name)?.ok_or_else(|| ModelError::Tensor {
+            path: self.folder.path().to_path_buf(),
+            tensor: name.to_owned(),
+            expected: format!("a tensor of shape {shape:?}"),
+            found: "none".to_owned(),
+        })
+    }
+
+    /// Values of a tensor of plain floats.
+    pub(crate) fn floats(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.required(name, shape)?.plain()?;
+        let mut values = vec![0.0; shape.iter().product()];
+        dequantize(tensor.format, tensor.data, &mut values)?;
+        self.build.uploaded(tensor.data.len());
+        Ok(values)
+    }
+
+    /// Values of a tensor of 64-bit integers, each below `limit`.
+    pub(crate) fn ids(&self, name: &str, shape: &[usize], limit: usize) -> Result<Vec<u32>, ModelError> {
+        let tensor = self.required(name, shape)?;
+        if tensor.dtype != Dtype::I64 {
+            return Err(tensor.error("type I64", format!("type {:?}", tensor.dtype)));
+        }
+        let mut ids = Vec::with_capacity(tensor.data.len() / 8);
+        for bytes in tensor.data.as_chunks::<8>().0 {
+            let id = i64::from_le_bytes(*bytes);
+            match u32::try_from(id) {
+                Ok(small) if (small as usize) < limit => ids.push(small),
+                _ => return Err(tensor.error(format!("numbers from 0 to {}", limit - 1), id.to_string())),
+            }
+        }
+        self.build.uploaded(tensor.data.len());
+        Ok(ids)
+    }
+
+    /// A vector on the device.
+    pub(crate) fn vector(&self, name: &str, len: usize) -> Result<Buf, ModelError> {
+        Ok(self.device().upload(&self.floats(name, &[len])?)?)
+    }
+
+    /// A vector on the device with 1 added to each element: norms that multiply by 1 + weight.
+    pub(crate) fn vector_plus_one(&self, name: &str, len: usize) -> Result<Buf, ModelError> {
+        let values: Vec<f32> = self.floats(name, &[len])?.iter().map(|value| 1.0 + value).collect();
+        Ok(self.device().upload(&values)?)
+    }
+
+    /// A matrix of any known format.
+    pub(crate) fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
+        let tensor = self.any(name, &[rows, cols])?;
+        if matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+            tensor.expect_shape(&[rows, cols])?;
+            let tensor = tensor.plain()?;
+            let weight = self.device().upload_weight(&WeightData {
+                name: &tensor.name,
+                shape: MatrixShape { rows, cols },
+                format: tensor.format,
+                bytes: tensor.data,
+                row_order: None,
+            })?;
+            self.build.uploaded(tensor.data.len());
+            return Ok(weight);
+        }
+        let values = self.values(name, rows, cols)?;
+        self.upload(name, rows, cols, &values)
+    }
+
+    /// The matrix `base.weight`, and `base.bias` where the model has one.
+    pub(crate) fn linear(&self, base: &str, rows: usize, cols: usize, bias: bool) -> Result<Linear, ModelError> {
+        let weight = self.matrix(&format!("{base}.weight"), rows, cols)?;
+        let name = format!("{base}.bias");
+        if !bias && let Some(tensor) = self.folder.stored(&name)? {
+            return Err(tensor.error("no bias by the model's configuration", "one"));
+        }
+        Ok(Linear { weight, bias: if bias { Some(self.vector(&name, rows)?) } else { None } })
+    }
+
+    /// Values of a matrix of any known format.
+    pub(crate) fn values(&self, name: &str, rows: usize, cols: usize) -> Result<Values, ModelError> {
+        let tensor = self.any(name, &[rows, cols])?;
+        match tensor.dtype {
+            Dtype::F8_E4M3 => {
+                tensor.expect_shape(&[rows, cols])?;
+                self.fp8(tensor, rows, cols)
+            }
+            Dtype::I8 | Dtype::U8 => {
+                tensor.expect_shape(&[rows, cols / 2])?;
+                let scales = self.required(&scale_name(name), &[rows, cols / 32])?;
+                if !cols.is_multiple_of(32) || !matches!(scales.dtype, Dtype::F8_E8M0 | Dtype::U8) {
+                    return Err(
+                        scales.error("a scale of type F8_E8M0 for each 32 columns", format!("{:?}", scales.dtype))
+                    );
+                }
+                let mut values = Vec::with_capacity(rows * cols);
+                mxfp4(tensor.data, scales.data, &mut values);
+                self.build.uploaded(tensor.data.len() + scales.data.len());
+                Ok(Values { values, exact_in_bf16: true })
+            }
+            dtype => Ok(Values { values: self.floats(name, &[rows, cols])?, exact_in_bf16: dtype == Dtype::BF16 }),
+        }
+    }
+
+    /// Weights of eight bits with a scale for each block: `NAME.weight_scale_inv` in f32, or `NAME.scale` in ue8m0.
+    fn fp8(&self, tensor: StoredTensor<'_>, rows: usize, cols: usize) -> Result<Values, ModelError> {
+        let [block_rows, block_cols] = self.block;
+        let shape = [rows.div_ceil(block_rows), cols.div_ceil(block_cols)];
+        let inverse = format!("{}_scale_inv", tensor.name);
+        let (scales, exact_in_bf16) = if self.has(&inverse)? {
+            (self.floats(&inverse, &shape)?, false)
+        } else {
+            let scales = self.required(&scale_name(&tensor.name), &shape)?;
+            if scales.dtype != Dtype::F8_E8M0 {
+                return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
+            }
+            self.build.uploaded(scales.data.len());
+            (scales.data.iter().map(|byte| e8m0(*byte)).collect(), true)
+        };
+        let table: Vec<f32> = (0..=255).map(e4m3).collect();
+        let values = tensor
+            .data
+            .iter()
+            .enumerate()
+            .map(|(at, byte)| {
+                let (row, col) = (at / cols, at % cols);
+                table[usize::from(*byte)] * scales[row / block_rows * shape[1] + col / block_cols]
+            })
+            .collect();
+        self.build.uploaded(tensor.data.len());
+        Ok(Values { values, exact_in_bf16 })
+    }
+
+    /// Uploads values as a matrix.
+    pub(crate) fn upload(&self, name: &str, rows: usize, cols: usize, values: &Values) -> Result<Weight, ModelError> {
+        let (format, bytes) = if values.exact_in_bf16 {
+            (WeightFormat::BF16, bf16_bytes(&values.values))
+        } else {
+            (WeightFormat::F32, values.values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        };
+        let shape = MatrixShape { rows, cols };
+        Ok(self.device().upload_weight(&WeightData { name, shape, format, bytes: &bytes, row_order: None })?)
+    }
+
+    /// The matrix at `index` of a tensor of `[count, rows, cols]` plain floats.
+    pub(crate) fn slice(
+        &self,
+        name: &str,
+        (index, count): (usize, usize),
+        rows: usize,
+        cols: usize,
+    ) -> Result<Values, ModelError> {
+        let tensor = self.required(name, &[count, rows, cols])?.plain()?;
+        let bytes = tensor.data.len() / count;
+        let mut values = vec![0.0; rows * cols];
+        dequantize(tensor.format, &tensor.data[index * bytes..][..bytes], &mut values)?;
+        self.build.uploaded(bytes);
+        Ok(Values { values, exact_in_bf16: tensor.format == WeightFormat::BF16 })
+    }
+
+    /// The matrix at `index` of mxfp4 weights kept as `NAME_blocks` `[count, rows, cols / 32, 16]` and `NAME_scales`.
+    pub(crate) fn mxfp4_slice(
+        &self,
+        name: &str,
+        (index, count): (usize, usize),
+        rows: usize,
+        cols: usize,
+    ) -> Result<Values, ModelError> {
+        let blocks = self.required(&format!("{name}_blocks"), &[count, rows, cols / 32, 16])?;
+        let scales = self.required(&format!("{name}_scales"), &[count, rows, cols / 32])?;
+        if !cols.is_multiple_of(32) || blocks.dtype != Dtype::U8 || scales.dtype != Dtype::U8 {
+            return Err(blocks.error("blocks and scales of type U8 for each 32 columns", format!("{:?}", blocks.dtype)));
+        }
+        let (size, scale_size) = (blocks.data.len() / count, scales.data.len() / count);
+        let mut values = Vec::with_capacity(rows * cols);
+        mxfp4(&blocks.data[index * size..][..size], &scales.data[index * scale_size..][..scale_size], &mut values);
+        self.build.uploaded(size + scale_size);
+        Ok(Values { values, exact_in_bf16: true })
+    }
+}
+
+impl Values {
+    /// Rows `order[i]` of these, each `cols` wide.
+    pub(crate) fn rows(&self, cols: usize, order: impl Iterator<Item = usize>) -> Values {
+        let values = order.flat_map(|row| self.values[row * cols..][..cols].iter().copied()).collect();
+        Values { values, exact_in_bf16: self.exact_in_bf16 }
+    }
+
+    /// The transpose of `rows` rows of `cols`.
+    pub(crate) fn transposed(&self, rows: usize, cols: usize) -> Values {
+        let values = (0..cols).flat_map(|col| (0..rows).map(move |row| self.values[row * cols + col])).collect();
+        Values { values, exact_in_bf16: self.exact_in_bf16 }
+    }
+}
+
+/// `X.scale` for `X.weight`.
+fn scale_name(name: &str) -> String {
+    format!("{}.scale", name.strip_suffix(".weight").unwrap_or(name))
+}

@@ -1,0 +1,186 @@
+//! gpt-oss: a window in every other layer, a sink for each head, biases everywhere, experts in mxfp4.
+
+use std::sync::Arc;
+
+use kvdock_kernels::RopeStyle;
+
+use super::Linear;
+use super::common::{Basics, Places};
+use super::gqa::Heads;
+use super::run::Layer;
+use crate::families::blocks::keys::Keys;
+use crate::families::blocks::load::{Loader, Values};
+use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::{HitPolicy, KvGeometry, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
+
+inventory::submit! {
+    Family {
+        name: "gpt_oss",
+        gguf: &[],
+        hf: &["GptOssForCausalLM"],
+        build,
+    }
+}
+
+/// The pools of a model with full and window layers: `kv` and `swa`.
+pub(super) fn window_pools(
+    windowed: &[bool],
+    window: usize,
+    full: (usize, usize, usize),
+    swa: (usize, usize, usize),
+    encoding: &'static str,
+) -> Vec<PoolDecl> {
+    let layout = |(kv_heads, head_dim_k, head_dim_v)| PoolLayout::Heads { kv_heads, head_dim_k, head_dim_v };
+    let layers = |kind: bool| (0..windowed.len()).filter(|layer| windowed[*layer] == kind).collect();
+    vec![
+        PoolDecl {
+            name: "kv",
+            kind: PoolKind::FullKv,
+            source: PageSource::Anchor,
+            hit: HitPolicy::AllPages,
+            layers: layers(false),
+            layout: layout(full),
+            encoding,
+        },
+        PoolDecl {
+            name: "swa",
+            kind: PoolKind::Window,
+            source: PageSource::Window,
+            hit: HitPolicy::Trailing { tokens: window - 1 },
+            layers: layers(true),
+            layout: layout(swa),
+            encoding,
+        },
+    ]
+}
+
+fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
+    let loader = Loader::new(input, &["mxfp4"])?;
+    let Checkpoint::Hf(folder) = input.checkpoint else {
+        return Err(ModelError::Batch("not a folder".to_owned()));
+    };
+    let keys = Keys(folder.config());
+    let basics = Basics::read(&keys)?;
+    let (hidden, layers) = (basics.hidden, basics.layers);
+    let heads = keys.size("num_attention_heads")?;
+    let kv_heads = keys.size_or("num_key_value_heads", heads)?;
+    Basics::check_heads(&keys, heads, kv_heads)?;
+    let head_dim = keys.size_or("head_dim", hidden / heads)?;
+    let eps = keys.number("rms_norm_eps")? as f32;
+    let bias = keys.flag_or("attention_bias", true)?;
+    let window = keys.size("sliding_window")?;
+    let windowed: Vec<bool> = match keys.texts("layer_types")? {
+        Some(types) => {
+            keys.one_each("layer_types", &types, layers)?;
+            types.iter().take(layers).map(|kind| *kind == "sliding_attention").collect()
+        }
+        None => (0..layers).map(|layer| layer.is_multiple_of(2)).collect(),
+    };
+    if windowed.iter().all(|windowed| *windowed) || !windowed.contains(&true) {
+        return Err(keys.inconsistent("layers with a window and layers without".to_owned()));
+    }
+    let rope = Arc::new(input.device.upload_rope(&keys.rope(RopeStyle::Half, head_dim)?)?);
+    let mut net = basics.net(&loader, "model", eps, false, window - 1)?;
+    let mut places = Places::new(2);
+    for (index, windowed) in windowed.iter().enumerate() {
+        let base = format!("model.layers.{index}");
+        let attention = format!("{base}.self_attn");
+        let linear = |part: &str, rows, cols| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        net.layers.push(Layer {
+            mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
+            mixer: Heads {
+                place: places.next(usize::from(*windowed)),
+                q: linear("q", heads * head_dim, hidden)?,
+                k: linear("k", kv_heads * head_dim, hidden)?,
+                v: linear("v", kv_heads * head_dim, hidden)?,
+                o: linear("o", hidden, heads * head_dim)?,
+                q_norm: None,
+                k_norm: None,
+                heads,
+                kv_heads,
+                head_dim_k: head_dim,
+                head_dim_v: head_dim,
+                rope: Arc::clone(&rope),
+                window: windowed.then_some(window as u32),
+                sinks: Some(loader.vector(&format!("{attention}.sinks"), heads)?),
+                value_scale: None,
+                gated: false,
+                eps,
+            }
+            .into(),
+            ffn_norm: loader.vector(&format!("{base}.post_attention_layernorm.weight"), hidden)?,
+            ffn: experts(&loader, &keys, &format!("{base}.mlp"), hidden)?.into(),
+        });
+    }
+    let kv = KvGeometry { layers, kv_heads, head_dim_k: head_dim, head_dim_v: head_dim };
+    let rows = (kv_heads, head_dim, head_dim);
+    basics.parts(input, net, Some(kv), window_pools(&windowed, window, rows, rows, ""))
+}
+
+/// The experts: `gate_up_proj` holds gate and up in turns, as mxfp4 blocks `[experts, 2 · width, hidden / 32, 16]`, or
+/// as plain floats `[experts, hidden, 2 · width]`; `down_proj` likewise.
+fn experts(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Result<Moe, ModelError> {
+    let count = keys.size("num_local_experts")?;
+    let top_k = match keys.optional_size("num_experts_per_tok")? {
+        Some(top_k) => top_k,
+        None => keys.size("experts_per_token")?,
+    };
+    Basics::check_experts(keys, count, top_k)?;
+    let width = keys.size("intermediate_size")?;
+    let activation = Activation::GptOss {
+        alpha: keys.number_or("swiglu_alpha", 1.702)? as f32,
+        limit: keys.number_or("swiglu_limit", 7.0)? as f32,
+    };
+    let (both, down) = (format!("{base}.experts.gate_up_proj"), format!("{base}.experts.down_proj"));
+    let packed = loader.has(&format!("{both}_blocks"))?;
+    let values = |name: &str, expert: usize, rows: usize, cols: usize| -> Result<Values, ModelError> {
+        if packed {
+            loader.mxfp4_slice(name, (expert, count), rows, cols)
+        } else {
+            Ok(loader.slice(name, (expert, count), cols, rows)?.transposed(cols, rows))
+        }
+    };
+    let both_bias = loader.floats(&format!("{both}_bias"), &[count, 2 * width])?;
+    let down_bias = loader.floats(&format!("{down}_bias"), &[count, hidden])?;
+    let linear = |name: &str, rows: usize, cols: usize, values: &Values, bias: &[f32]| {
+        let weight = loader.upload(name, rows, cols, values)?;
+        Ok::<_, ModelError>(Linear { weight, bias: Some(loader.device().upload(bias)?) })
+    };
+    let mut experts = Vec::with_capacity(count);
+    for expert in 0..count {
+        let matrix = values(&both, expert, 2 * width, hidden)?;
+        let half = |which: usize| {
+            let rows = (0..width).map(|row| 2 * row + which);
+            let bias: Vec<f32> = rows.clone().map(|row| both_bias[expert * 2 * width + row]).collect();
+            linear(&both, width, hidden, &matrix.rows(hidden, rows), &bias)
+        };
+        experts.push(Mlp {
+            gate: half(0)?,
+            up: half(1)?,
+            down: linear(
+                &down,
+                hidden,
+                width,
+                &values(&down, expert, hidden, width)?,
+                &down_bias[expert * hidden..][..hidden],
+            )?,
+            activation,
+        });
+    }
+    Ok(Moe {
+        router: Router {
+            gate: loader.linear(&format!("{base}.router"), count, hidden, true)?,
+            scoring: Scoring::SoftmaxOfChosen,
+            top_k,
+            bias: None,
+            groups: None,
+            renormalize: false,
+            factor: 1.0,
+            by_token: None,
+        },
+        experts,
+        shared: None,
+        shared_gate: None,
+    })
+}

@@ -1,0 +1,231 @@
+//! MiMo-V2: a window in most layers, with KV heads, rotary base and sinks of its own; keys wider than values.
+
+use std::sync::Arc;
+
+use kvdock_kernels::{RopeScaling, RopeStyle};
+
+use super::common::{Basics, Places, experts, mlp};
+use super::gpt_oss::window_pools;
+use super::gqa::Heads;
+use super::run::Layer;
+use crate::families::blocks::keys::Keys;
+use crate::families::blocks::load::Loader;
+use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::dense::hf_rope;
+use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::{KvGeometry, ModelError};
+
+inventory::submit! {
+    Family {
+        name: "mimo_v2",
+        gguf: &[],
+        hf: &["MiMoV2FlashForCausalLM"],
+        build,
+    }
+}
+
+/// Attention of one kind of layer.
+#[derive(Clone, Copy)]
+struct Kind {
+    heads: usize,
+    kv_heads: usize,
+    head_dim_k: usize,
+    head_dim_v: usize,
+    theta: f64,
+    sinks: bool,
+}
+
+impl Kind {
+    /// The settings under keys that begin with `prefix`; `full` are those of the other kind, which stand in.
+    fn read(keys: &Keys<'_>, prefix: &str, full: Option<Kind>) -> Result<Self, ModelError> {
+        let size = |key: &str, other: Option<usize>| match other {
+            Some(other) => keys.size_or(&format!("{prefix}{key}"), other),
+            None => keys.size(&format!("{prefix}{key}")),
+        };
+        let heads = size("num_attention_heads", full.map(|kind| kind.heads))?;
+        let kv_heads = size("num_key_value_heads", full.map(|kind| kind.kv_heads))?;
+        Basics::check_heads(keys, heads, kv_heads)?;
+        let head_dim_k = size("head_dim", full.map(|kind| kind.head_dim_k))?;
+        let head_dim_v = size("v_head_dim", Some(full.map_or(head_dim_k, |kind| kind.head_dim_v)))?;
+        let (section, sink, default) = match full {
+            None => ("full_attention", "add_full_attention_sink_bias", 5e6),
+            Some(_) => ("sliding_attention", "add_swa_attention_sink_bias", 1e4),
+        };
+        let theta = match keys.0.get(&format!("rope_parameters.{section}.rope_theta")) {
+            Some(_) => keys.number(&format!("rope_parameters.{section}.rope_theta"))?,
+            None => keys.number_or(&format!("{prefix}rope_theta"), default)?,
+        };
+        Ok(Self { heads, kv_heads, head_dim_k, head_dim_v, theta, sinks: keys.flag_or(sink, full.is_some())? })
+    }
+
+    fn rows(self) -> (usize, usize, usize) {
+        (self.kv_heads, self.head_dim_k, self.head_dim_v)
+    }
+}
+
+fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
+    let loader = Loader::new(input, &["fp8"])?;
+    let Checkpoint::Hf(folder) = input.checkpoint else {
+        return Err(ModelError::Batch("not a folder".to_owned()));
+    };
+    let keys = Keys(folder.config());
+    let basics = Basics::read(&keys)?;
+    let (hidden, layers) = (basics.hidden, basics.layers);
+    let full = Kind::read(&keys, "", None)?;
+    let swa = Kind::read(&keys, "swa_", Some(full))?;
+    let eps = match keys.0.get("layernorm_epsilon") {
+        Some(_) => keys.number("layernorm_epsilon")?,
+        None => keys.number("rms_norm_eps")?,
+    } as f32;
+    let windowed = windowed(&keys, layers)?;
+    // This family counts the tokens before the query.
+    let window = match keys.optional_size("sliding_window_size")? {
+        Some(before) => before + 1,
+        None => keys.size("sliding_window")?,
+    };
+    let partial = hf_rope::number(folder.config(), "partial_rotary_factor")?.unwrap_or(0.334);
+    let rope = |kind: Kind| {
+        let dim = (kind.head_dim_k as f64 * partial) as usize;
+        let spec = keys.rotary(RopeStyle::Half, dim, kind.theta, RopeScaling::None)?;
+        Ok::<_, ModelError>(Arc::new(input.device.upload_rope(&spec)?))
+    };
+    let ropes = [rope(full)?, rope(swa)?];
+    let value_scale = keys.0.optional("attention_value_scale", "a number", |value| value.as_f64())?.map(|x| x as f32);
+    let bias = keys.flag_or("attention_bias", false)?;
+    let sparse = match keys.counts("moe_layer_freq")? {
+        Some(list) => {
+            keys.one_each("moe_layer_freq", &list, layers)?;
+            list.iter().map(|count| *count > 0).collect()
+        }
+        None => (0..layers).map(|layer| layer > 0).collect::<Vec<bool>>(),
+    };
+    let mut net = basics.net(&loader, "model", eps, false, window - 1)?;
+    let mut places = Places::new(2);
+    for index in 0..layers {
+        let base = format!("model.layers.{index}");
+        let attention = format!("{base}.self_attn");
+        if loader.has(&format!("{attention}.qkv_proj.weight"))? {
+            return Err(
+                keys.unsupported(format!("the fused tensor {attention}.qkv_proj.weight (q_proj, k_proj, v_proj are)"))
+            );
+        }
+        let kind = if windowed[index] { swa } else { full };
+        let Kind { heads, kv_heads, head_dim_k, head_dim_v, .. } = kind;
+        let linear =
+            |part: &str, rows, cols, bias| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        let ffn = if sparse[index] {
+            moe(&loader, &keys, &format!("{base}.mlp"), hidden)?.into()
+        } else {
+            mlp(&loader, &format!("{base}.mlp"), keys.size("intermediate_size")?, hidden)?.into()
+        };
+        net.layers.push(Layer {
+            mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
+            mixer: Heads {
+                place: places.next(usize::from(windowed[index])),
+                q: linear("q", heads * head_dim_k, hidden, bias)?,
+                k: linear("k", kv_heads * head_dim_k, hidden, bias)?,
+                v: linear("v", kv_heads * head_dim_v, hidden, bias)?,
+                o: linear("o", hidden, heads * head_dim_v, false)?,
+                q_norm: None,
+                k_norm: None,
+                heads,
+                kv_heads,
+                head_dim_k,
+                head_dim_v,
+                rope: Arc::clone(&ropes[usize::from(windowed[index])]),
+                window: windowed[index].then_some(window as u32),
+                sinks: if kind.sinks {
+                    Some(loader.vector(&format!("{attention}.attention_sink_bias"), heads)?)
+                } else {
+                    None
+                },
+                value_scale,
+                gated: false,
+                eps,
+            }
+            .into(),
+            ffn_norm: loader.vector(&format!("{base}.post_attention_layernorm.weight"), hidden)?,
+            ffn,
+        });
+    }
+    let pools = window_pools(&windowed, window, full.rows(), swa.rows(), "values scaled");
+    basics.parts(input, net, one_pool(layers, full, swa), pools)
+}
+
+/// Which layers have a window.
+fn windowed(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
+    let windowed: Vec<bool> = match keys.counts("hybrid_layer_pattern")? {
+        Some(pattern) => {
+            keys.one_each("hybrid_layer_pattern", &pattern, layers)?;
+            pattern.iter().take(layers).map(|kind| *kind == 1).collect()
+        }
+        None => {
+            let types = keys.texts("layer_types")?.unwrap_or_default();
+            keys.one_each("layer_types", &types, layers)?;
+            types.iter().take(layers).map(|kind| *kind == "sliding_attention").collect()
+        }
+    };
+    if windowed.iter().all(|windowed| *windowed) || !windowed.contains(&true) {
+        return Err(keys.inconsistent("layers with a window and layers without".to_owned()));
+    }
+    Ok(windowed)
+}
+
+/// One pool for both kinds of layers, where the heads of one can be copies of the other's.
+fn one_pool(layers: usize, full: Kind, swa: Kind) -> Option<KvGeometry> {
+    let kv_heads = full.kv_heads.max(swa.kv_heads);
+    let fits = |kind: Kind| kv_heads.is_multiple_of(kind.kv_heads) && kind.heads.is_multiple_of(kv_heads);
+    let same = (full.head_dim_k, full.head_dim_v) == (swa.head_dim_k, swa.head_dim_v);
+    (same && fits(full) && fits(swa)).then_some(KvGeometry {
+        layers,
+        kv_heads,
+        head_dim_k: full.head_dim_k,
+        head_dim_v: full.head_dim_v,
+    })
+}
+
+fn moe(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Result<Moe, ModelError> {
+    let count = keys.size("n_routed_experts")?;
+    let top_k = keys.size("num_experts_per_tok")?;
+    Basics::check_experts(keys, count, top_k)?;
+    let width = keys.size("moe_intermediate_size")?;
+    Ok(Moe {
+        router: sigmoid_router(loader, keys, base, hidden, count, top_k)?,
+        experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
+        shared: None,
+        shared_gate: None,
+    })
+}
+
+/// A router by sigmoids with a bias for the choice ("noaux_tc").
+pub(super) fn sigmoid_router(
+    loader: &Loader<'_>,
+    keys: &Keys<'_>,
+    base: &str,
+    hidden: usize,
+    count: usize,
+    top_k: usize,
+) -> Result<Router, ModelError> {
+    match keys.text("scoring_func")? {
+        None | Some("sigmoid") => {}
+        Some(other) => return Err(keys.unsupported(format!("scoring_func {other:?} (\"sigmoid\" is)"))),
+    }
+    let groups = keys.size_or("n_group", 1)?;
+    let chosen = keys.size_or("topk_group", 1)?;
+    let roomy = chosen <= groups && count.is_multiple_of(groups) && chosen * (count / groups) >= top_k;
+    if !roomy {
+        let what =
+            format!("groups that divide {count} experts and leave {top_k} to choose, found {groups}, {chosen} kept");
+        return Err(keys.inconsistent(what));
+    }
+    Ok(Router {
+        gate: loader.linear(&format!("{base}.gate"), count, hidden, false)?,
+        scoring: Scoring::Sigmoid,
+        top_k,
+        bias: Some(loader.floats(&format!("{base}.gate.e_score_correction_bias"), &[count])?),
+        groups: (groups > 1).then_some((groups, chosen)),
+        renormalize: keys.flag_or("norm_topk_prob", true)?,
+        factor: keys.number_or("routed_scaling_factor", 1.0)? as f32,
+        by_token: None,
+    })
+}

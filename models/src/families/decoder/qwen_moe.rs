@@ -1,0 +1,119 @@
+//! Qwen3-MoE: attention as in Qwen3, experts in most layers.
+
+use std::sync::Arc;
+
+use kvdock_kernels::RopeStyle;
+
+use super::common::{Basics, Places, experts, mlp};
+use super::gqa::Heads;
+use super::run::Layer;
+use crate::families::blocks::keys::Keys;
+use crate::families::blocks::load::Loader;
+use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::{KvGeometry, ModelError};
+
+inventory::submit! {
+    Family {
+        name: "qwen3_moe",
+        gguf: &[],
+        hf: &["Qwen3MoeForCausalLM"],
+        build,
+    }
+}
+
+/// Which layers have experts, as the Qwen families say it.
+pub(super) fn has_experts(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
+    let step = keys.size_or("decoder_sparse_step", 1)?;
+    let dense = keys.counts("mlp_only_layers")?.unwrap_or_default();
+    Ok((0..layers).map(|layer| !dense.contains(&layer) && (layer + 1).is_multiple_of(step)).collect())
+}
+
+/// Experts behind a softmax router. `renormalize` is what the family does where the configuration says nothing.
+pub(super) fn moe(
+    loader: &Loader<'_>,
+    keys: &Keys<'_>,
+    base: &str,
+    hidden: usize,
+    renormalize: bool,
+) -> Result<Moe, ModelError> {
+    let count = keys.size("num_experts")?;
+    let top_k = keys.size("num_experts_per_tok")?;
+    Basics::check_experts(keys, count, top_k)?;
+    let width = keys.size("moe_intermediate_size")?;
+    Ok(Moe {
+        router: Router {
+            gate: loader.linear(&format!("{base}.gate"), count, hidden, false)?,
+            scoring: Scoring::Softmax,
+            top_k,
+            bias: None,
+            groups: None,
+            renormalize: keys.flag_or("norm_topk_prob", renormalize)?,
+            factor: 1.0,
+            by_token: None,
+        },
+        experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
+        shared: None,
+        shared_gate: None,
+    })
+}
+
+fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
+    let loader = Loader::new(input, &["fp8"])?;
+    let Checkpoint::Hf(folder) = input.checkpoint else {
+        return Err(ModelError::Batch("not a folder".to_owned()));
+    };
+    let keys = Keys(folder.config());
+    let basics = Basics::read(&keys)?;
+    if keys.flag_or("use_sliding_window", false)? {
+        return Err(keys.unsupported("use_sliding_window".to_owned()));
+    }
+    let hidden = basics.hidden;
+    let heads = keys.size("num_attention_heads")?;
+    let kv_heads = keys.size_or("num_key_value_heads", heads)?;
+    Basics::check_heads(&keys, heads, kv_heads)?;
+    let head_dim = keys.size_or("head_dim", hidden / heads)?;
+    let eps = keys.number("rms_norm_eps")? as f32;
+    let bias = keys.flag_or("attention_bias", false)?;
+    let rope = Arc::new(input.device.upload_rope(&keys.rope(RopeStyle::Half, head_dim)?)?);
+    let sparse = has_experts(&keys, basics.layers)?;
+    let mut net = basics.net(&loader, "model", eps, false, 0)?;
+    let mut places = Places::new(1);
+    for (index, sparse) in sparse.into_iter().enumerate() {
+        let base = format!("model.layers.{index}");
+        let attention = format!("{base}.self_attn");
+        let linear = |part: &str, rows, cols| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        let ffn = if sparse {
+            moe(&loader, &keys, &format!("{base}.mlp"), hidden, false)?.into()
+        } else {
+            mlp(&loader, &format!("{base}.mlp"), keys.size("intermediate_size")?, hidden)?.into()
+        };
+        net.layers.push(Layer {
+            mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
+            mixer: Heads {
+                place: places.next(0),
+                q: linear("q", heads * head_dim, hidden)?,
+                k: linear("k", kv_heads * head_dim, hidden)?,
+                v: linear("v", kv_heads * head_dim, hidden)?,
+                o: linear("o", hidden, heads * head_dim)?,
+                q_norm: Some(loader.vector(&format!("{attention}.q_norm.weight"), head_dim)?),
+                k_norm: Some(loader.vector(&format!("{attention}.k_norm.weight"), head_dim)?),
+                heads,
+                kv_heads,
+                head_dim_k: head_dim,
+                head_dim_v: head_dim,
+                rope: Arc::clone(&rope),
+                window: None,
+                sinks: None,
+                value_scale: None,
+                gated: false,
+                eps,
+            }
+            .into(),
+            ffn_norm: loader.vector(&format!("{base}.post_attention_layernorm.weight"), hidden)?,
+            ffn,
+        });
+    }
+    let kv = KvGeometry { layers: basics.layers, kv_heads, head_dim_k: head_dim, head_dim_v: head_dim };
+    basics.parts(input, net, Some(kv), vec![kv.declared()])
+}

@@ -1,0 +1,235 @@
+//! The forward pass.
+
+use std::sync::Arc;
+
+use kvdock_kernels::{Buf, Device, KvPool, Plan, Weight};
+
+use super::delta::DeltaNet;
+use super::gqa::Heads;
+use super::mla::Latent;
+use crate::families::blocks::moe::{Mlp, Moe};
+use crate::families::blocks::step::{Head, Rules, Step};
+use crate::{
+    Batch, KvGeometry, LayerHooks, Logits, Model, ModelError, ModelSpec, PageSource, PoolMemory, PoolSet, PooledBatch,
+    PooledChunk,
+};
+
+/// How a layer mixes tokens.
+pub(super) enum Mixer {
+    Heads(Box<Heads>),
+    Delta(Box<DeltaNet>),
+    Latent(Box<Latent>),
+}
+
+/// How a layer feeds forward.
+pub(super) enum FeedForward {
+    Mlp(Box<Mlp>),
+    Moe(Box<Moe>),
+}
+
+macro_rules! boxed {
+    ($part:ident into $whole:ident::$variant:ident) => {
+        impl From<$part> for $whole {
+            fn from(part: $part) -> Self {
+                $whole::$variant(Box::new(part))
+            }
+        }
+    };
+}
+boxed!(Heads into Mixer::Heads);
+boxed!(DeltaNet into Mixer::Delta);
+boxed!(Latent into Mixer::Latent);
+boxed!(Mlp into FeedForward::Mlp);
+boxed!(Moe into FeedForward::Moe);
+
+pub(super) struct Layer {
+    pub(super) mixer_norm: Buf,
+    pub(super) mixer: Mixer,
+    pub(super) ffn_norm: Buf,
+    pub(super) ffn: FeedForward,
+}
+
+/// Where a layer's rows lie.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// The pool's index in the declaration.
+    pub(super) pool: usize,
+    /// The buffer within that pool.
+    pub(super) buffer: usize,
+    /// The buffer when there is one pool for all layers.
+    pub(super) alone: usize,
+}
+
+/// A model all but its [`ModelSpec`].
+pub(super) struct Net {
+    pub(super) embedding: Weight,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Buf,
+    /// `None`: the embedding.
+    pub(super) head: Option<Weight>,
+    pub(super) eps: f32,
+    /// Tokens before a chunk whose window pages must be there.
+    pub(super) window: usize,
+}
+
+/// A decoder on its device.
+pub(super) struct Decoder {
+    pub(super) spec: ModelSpec,
+    pub(super) net: Net,
+    pub(super) device: Arc<dyn Device>,
+}
+
+enum Memory<'a> {
+    One(&'a dyn KvPool),
+    Many(&'a PoolSet),
+}
+
+/// What the blocks of one pass share.
+pub(super) struct Pass<'a> {
+    pub(super) device: &'a dyn Device,
+    pub(super) step: &'a Step<'a>,
+    memory: Memory<'a>,
+    /// A plan for each pool of heads, by the pool's index.
+    plans: Vec<Option<Plan>>,
+    /// For each row, the positions that the last indexer has picked; `None` for all of them.
+    pub(super) picked: Vec<Option<Vec<u32>>>,
+}
+
+impl<'a> Pass<'a> {
+    pub(super) fn rows(&self) -> usize {
+        self.step.rows()
+    }
+
+    /// The pool of heads that a layer's rows lie in, and the buffer.
+    pub(super) fn heads(&self, place: Place) -> Result<(&'a dyn KvPool, usize, &Plan), ModelError> {
+        let (pool, buffer, plan) = match &self.memory {
+            Memory::One(pool) => (*pool, place.alone, 0),
+            Memory::Many(set) => (set.heads(place.pool)?, place.buffer, place.pool),
+        };
+        match self.plans.get(plan) {
+            Some(Some(plan)) => Ok((pool, buffer, plan)),
+            _ => Err(ModelError::Batch(format!("pool {plan} has no plan"))),
+        }
+    }
+
+    /// All pools.
+    pub(super) fn pools(&self) -> Result<&'a PoolSet, ModelError> {
+        match &self.memory {
+            Memory::Many(set) => Ok(set),
+            Memory::One(_) => Err(ModelError::Batch("this model needs all of its pools".to_owned())),
+        }
+    }
+
+    fn plan(device: &dyn Device, step: &Step<'_>, memory: &Memory<'_>) -> Result<Vec<Option<Plan>>, ModelError> {
+        let mut tables = Vec::new();
+        match memory {
+            Memory::One(pool) => Ok(vec![Some(device.plan(*pool, &step.spans(PageSource::Anchor, &mut tables))?)]),
+            Memory::Many(set) => (0..set.decls().len())
+                .map(|index| match set.memory(index) {
+                    Some(PoolMemory::Heads(pool)) => {
+                        let spans = step.spans(set.decls()[index].source, &mut tables);
+                        Ok(Some(device.plan(pool.as_ref(), &spans)?))
+                    }
+                    _ => Ok(None),
+                })
+                .collect(),
+        }
+    }
+}
+
+impl Decoder {
+    fn run(
+        &self,
+        batch: &PooledBatch<'_>,
+        memory: Memory<'_>,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        let (page_tokens, pools) = match &memory {
+            Memory::One(pool) => (pool.spec().page_tokens, None),
+            Memory::Many(set) => (set.sizes().page_tokens, Some(*set)),
+        };
+        let rules = Rules { spec: &self.spec, page_tokens, pools, window: self.net.window };
+        let step = Step::check(batch, &rules)?;
+        let out = logits.reset(step.wanted.len(), self.spec.vocab_size);
+        if step.ids.is_empty() {
+            return Ok(());
+        }
+        let device = self.device.as_ref();
+        let rows = step.rows();
+        let plans = Pass::plan(device, &step, &memory)?;
+        let mut pass = Pass { device, step: &step, memory, plans, picked: Vec::new() };
+        let (hidden, eps) = (self.spec.hidden, self.net.eps);
+        let (mut x, mut normed) = (device.alloc(rows * hidden)?, device.alloc(rows * hidden)?);
+        device.embed(&self.net.embedding, &step.ids, &mut x)?;
+        for (index, layer) in self.net.layers.iter().enumerate() {
+            hooks.before_layer(index)?;
+            device.rms_norm(&x, &layer.mixer_norm, eps, rows, &mut normed)?;
+            let mixed = match &layer.mixer {
+                Mixer::Heads(heads) => heads.apply(&pass, &normed)?,
+                Mixer::Delta(delta) => delta.apply(&pass, &normed)?,
+                Mixer::Latent(latent) => latent.apply(&mut pass, &normed)?,
+            };
+            device.add_rms_norm(&mut x, &mixed, &layer.ffn_norm, eps, rows, &mut normed)?;
+            let fed = match &layer.ffn {
+                FeedForward::Mlp(mlp) => mlp.apply(device, &normed, rows)?,
+                FeedForward::Moe(moe) => moe.apply(device, &normed, rows, &step.ids)?,
+            };
+            device.add(&mut x, &fed, rows * hidden)?;
+        }
+        let head = Head { norm: &self.net.norm, weight: self.net.head.as_ref().unwrap_or(&self.net.embedding), eps };
+        head.logits(device, &x, &step.wanted, out)
+    }
+
+    fn check_pool(&self, pool: &dyn KvPool, kv: KvGeometry) -> Result<(), ModelError> {
+        let spec = pool.spec();
+        if *spec == kv.pool(spec.dtype, spec.page_tokens, spec.pages) {
+            return Ok(());
+        }
+        Err(ModelError::Batch(format!("the pool's shape is {spec:?}, the model's {kv:?}")))
+    }
+}
+
+impl Model for Decoder {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn forward(
+        &self,
+        batch: &Batch<'_>,
+        pool: &dyn KvPool,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        let kv = self.spec.one_pool().map_err(ModelError::Batch)?;
+        self.check_pool(pool, kv)?;
+        let seqs: Vec<PooledChunk<'_>> = batch
+            .seqs
+            .iter()
+            .map(|seq| PooledChunk {
+                tokens: seq.tokens,
+                start: seq.start,
+                logits: seq.logits,
+                pages: seq.pages,
+                window: &[],
+                slot: None,
+                save: &[],
+            })
+            .collect();
+        self.run(&PooledBatch { seqs: &seqs }, Memory::One(pool), hooks, logits)
+    }
+
+    fn forward_pools(
+        &self,
+        batch: &PooledBatch<'_>,
+        pools: &PoolSet,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        if self.spec.pools != pools.decls() {
+            return Err(ModelError::Batch("the pools are not those that the model declares".to_owned()));
+        }
+        self.run(batch, Memory::Many(pools), hooks, logits)
+    }
+}

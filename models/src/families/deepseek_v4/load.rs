@@ -1,0 +1,227 @@
+//! The weights of DeepSeek-V4, under the names of the published checkpoints.
+
+use std::sync::Arc;
+
+use kvdock_kernels::{RopeSpec, Rotation};
+
+use super::attention::{Attention, AttentionSizes, Compressed, Indexer, Place};
+use super::compressor::{Compressor, OVERLAPPING};
+use super::config::{Config, HEAVY};
+use super::hyper::{Hyper, HyperHead, MIXES, STREAMS};
+use super::pools::Pools;
+use super::run::{Draft, Layer, Net};
+use crate::ModelError;
+use crate::families::blocks::Linear;
+use crate::families::blocks::load::Loader;
+use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+
+/// Loads the parts of layers.
+struct Parts<'a> {
+    loader: &'a Loader<'a>,
+    config: &'a Config,
+    places: &'a Pools,
+}
+
+pub(super) fn net(loader: &Loader<'_>, config: &Config, places: &Pools) -> Result<Net, ModelError> {
+    let parts = Parts { loader, config, places };
+    let hidden = config.hidden;
+    let layers = (0..config.layers)
+        .map(|layer| parts.layer(&format!("layers.{layer}"), layer, config.ratios[layer], layer < config.hash_layers));
+    let layers = layers.collect::<Result<_, _>>()?;
+    let mut drafts = Vec::new();
+    for index in 0..config.drafts {
+        let base = format!("mtp.{index}");
+        // Some checkpoints come without these layers.
+        if !loader.has(&format!("{base}.enorm.weight"))? {
+            break;
+        }
+        drafts.push(Draft {
+            embedding_norm: loader.floats(&format!("{base}.enorm.weight"), &[hidden])?,
+            stream_norm: loader.floats(&format!("{base}.hnorm.weight"), &[hidden])?,
+            from_embedding: loader.linear(&format!("{base}.e_proj"), hidden, hidden, false)?,
+            from_streams: loader.linear(&format!("{base}.h_proj"), hidden, hidden, false)?,
+            layer: parts.layer(&base, config.layers + index, 0, false)?,
+            mix: parts.hyper_head(&format!("{base}."))?,
+            norm: loader.vector(&format!("{base}.norm.weight"), hidden)?,
+        });
+    }
+    Ok(Net {
+        embedding: loader.matrix("embed.weight", config.vocab, hidden)?,
+        layers,
+        drafts,
+        mix: parts.hyper_head("")?,
+        norm: loader.vector("norm.weight", hidden)?,
+        head: loader.matrix("head.weight", config.vocab, hidden)?,
+        eps: config.eps,
+        window: config.window - 1,
+    })
+}
+
+impl Parts<'_> {
+    fn layer(&self, base: &str, layer: usize, ratio: usize, hash: bool) -> Result<Layer, ModelError> {
+        let hidden = self.config.hidden;
+        Ok(Layer {
+            attention_norm: self.loader.floats(&format!("{base}.attn_norm.weight"), &[hidden])?,
+            attention_mix: self.hyper(&format!("{base}.hc_attn"))?,
+            attention: self.attention(&format!("{base}.attn"), layer, ratio)?,
+            ffn_norm: self.loader.floats(&format!("{base}.ffn_norm.weight"), &[hidden])?,
+            ffn_mix: self.hyper(&format!("{base}.hc_ffn"))?,
+            ffn: self.moe(&format!("{base}.ffn"), hash)?,
+        })
+    }
+
+    fn place(&self, pool: &str, layer: usize) -> Result<Place, ModelError> {
+        let missing = || ModelError::Batch(format!("layer {layer} has no buffer in the pool {pool}"));
+        self.places.place(pool, layer).ok_or_else(missing)
+    }
+
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Linear, ModelError> {
+        Ok(Linear { weight: self.loader.matrix(name, rows, cols)?, bias: None })
+    }
+
+    fn hyper(&self, base: &str) -> Result<Hyper, ModelError> {
+        let scale = self.loader.floats(&format!("{base}_scale"), &[3])?;
+        Ok(Hyper {
+            mix: self.matrix(&format!("{base}_fn"), MIXES, STREAMS * self.config.hidden)?,
+            base: self.loader.floats(&format!("{base}_base"), &[MIXES])?,
+            scale: std::array::from_fn(|index| scale[index]),
+            eps: self.config.hyper_eps,
+            norm_eps: self.config.eps,
+            rounds: self.config.hyper_rounds,
+        })
+    }
+
+    fn hyper_head(&self, base: &str) -> Result<HyperHead, ModelError> {
+        Ok(HyperHead {
+            mix: self.matrix(&format!("{base}hc_head_fn"), STREAMS, STREAMS * self.config.hidden)?,
+            base: self.loader.floats(&format!("{base}hc_head_base"), &[STREAMS])?,
+            scale: self.loader.floats(&format!("{base}hc_head_scale"), &[1])?[0],
+            eps: self.config.hyper_eps,
+            norm_eps: self.config.eps,
+        })
+    }
+
+    /// A rotation of the last dimensions of a head of `dim`.
+    fn rotation(&self, compressed: bool, dim: usize) -> Result<Rotation, ModelError> {
+        let spec = if compressed { &self.config.compress_rope } else { &self.config.rope };
+        Ok(Rotation::new(&RopeSpec { offset: dim - self.config.rope_dim, ..spec.clone() })?)
+    }
+
+    fn attention(&self, base: &str, layer: usize, ratio: usize) -> Result<Attention, ModelError> {
+        let Config { hidden, heads, head_dim, q_rank, o_groups, o_rank, .. } = *self.config;
+        let linear = |part: &str, rows, cols| self.matrix(&format!("{base}.{part}.weight"), rows, cols);
+        let name = format!("{base}.wo_a.weight");
+        let group = heads * head_dim / o_groups;
+        let all = self.loader.values(&name, o_groups * o_rank, group)?;
+        let o_a = (0..o_groups).map(|index| {
+            let rows = all.rows(group, index * o_rank..(index + 1) * o_rank);
+            Ok::<_, ModelError>(Linear { weight: self.loader.upload(&name, o_rank, group, &rows)?, bias: None })
+        });
+        let o_a = o_a.collect::<Result<_, _>>()?;
+        Ok(Attention {
+            sizes: AttentionSizes {
+                heads,
+                head_dim,
+                window: self.config.window,
+                groups: o_groups,
+                eps: self.config.eps,
+            },
+            q_a: linear("wq_a", q_rank, hidden)?,
+            q_norm: self.loader.vector(&format!("{base}.q_norm.weight"), q_rank)?,
+            q_b: linear("wq_b", heads * head_dim, q_rank)?,
+            kv: linear("wkv", head_dim, hidden)?,
+            kv_norm: self.loader.floats(&format!("{base}.kv_norm.weight"), &[head_dim])?,
+            sinks: self.loader.floats(&format!("{base}.attn_sink"), &[heads])?,
+            o_a,
+            o_b: linear("wo_b", hidden, o_groups * o_rank)?,
+            rotation: Arc::new(self.rotation(ratio > 0, head_dim)?),
+            window: self.place("swa", layer)?,
+            compressed: if ratio > 0 { Some(self.compressed(base, layer, ratio)?) } else { None },
+        })
+    }
+
+    fn compressed(&self, base: &str, layer: usize, ratio: usize) -> Result<Compressed, ModelError> {
+        let (rows, state) = if ratio == HEAVY {
+            ("deepseek_v4_c128", "deepseek_v4_c128_state")
+        } else {
+            ("deepseek_v4_c4", "deepseek_v4_c4_state")
+        };
+        Ok(Compressed {
+            compressor: self.compressor(&format!("{base}.compressor"), ratio, self.config.head_dim)?,
+            rows: self.place(rows, layer)?,
+            state: self.place(state, layer)?,
+            indexer: if ratio == OVERLAPPING {
+                Some(self.indexer(&format!("{base}.indexer"), layer, ratio)?)
+            } else {
+                None
+            },
+        })
+    }
+
+    fn compressor(&self, base: &str, ratio: usize, dim: usize) -> Result<Compressor, ModelError> {
+        let hidden = self.config.hidden;
+        let width = if ratio == OVERLAPPING { 2 * dim } else { dim };
+        Ok(Compressor {
+            ratio,
+            dim,
+            ape: self.loader.floats(&format!("{base}.ape"), &[ratio, width])?,
+            kv: self.matrix(&format!("{base}.wkv.weight"), width, hidden)?,
+            gate: self.matrix(&format!("{base}.wgate.weight"), width, hidden)?,
+            norm: self.loader.floats(&format!("{base}.norm.weight"), &[dim])?,
+            rotation: self.rotation(true, dim)?,
+            eps: self.config.eps,
+        })
+    }
+
+    fn indexer(&self, base: &str, layer: usize, ratio: usize) -> Result<Indexer, ModelError> {
+        let Config { hidden, q_rank, index_heads: heads, index_dim: dim, index_top_k: top_k, .. } = *self.config;
+        Ok(Indexer {
+            q: self.matrix(&format!("{base}.wq_b.weight"), heads * dim, q_rank)?,
+            weights: self.matrix(&format!("{base}.weights_proj.weight"), heads, hidden)?,
+            heads,
+            dim,
+            top_k,
+            rotation: self.rotation(true, dim)?,
+            compressor: self.compressor(&format!("{base}.compressor"), ratio, dim)?,
+            keys: self.place("deepseek_v4_c4_indexer", layer)?,
+            state: self.place("deepseek_v4_c4_indexer_state", layer)?,
+        })
+    }
+
+    fn mlp(&self, base: &str, width: usize) -> Result<Mlp, ModelError> {
+        let hidden = self.config.hidden;
+        let linear = |part: &str, rows, cols| self.matrix(&format!("{base}.{part}.weight"), rows, cols);
+        Ok(Mlp {
+            gate: linear("w1", width, hidden)?,
+            up: linear("w3", width, hidden)?,
+            down: linear("w2", hidden, width)?,
+            activation: Activation::ClampedSilu { limit: self.config.limit },
+        })
+    }
+
+    fn moe(&self, base: &str, hash: bool) -> Result<Moe, ModelError> {
+        let Config { vocab, hidden, experts, top_k, width, shared, .. } = *self.config;
+        let gate = format!("{base}.gate");
+        Ok(Moe {
+            router: Router {
+                gate: self.matrix(&format!("{gate}.weight"), experts, hidden)?,
+                scoring: Scoring::SqrtSoftplus,
+                top_k,
+                bias: if hash { None } else { Some(self.loader.floats(&format!("{gate}.bias"), &[experts])?) },
+                groups: None,
+                renormalize: self.config.renormalize,
+                factor: self.config.routed_factor,
+                by_token: if hash {
+                    Some(self.loader.ids(&format!("{gate}.tid2eid"), &[vocab, top_k], experts)?)
+                } else {
+                    None
+                },
+            },
+            experts: (0..experts)
+                .map(|expert| self.mlp(&format!("{base}.experts.{expert}"), width))
+                .collect::<Result<_, _>>()?,
+            shared: if shared > 0 { Some(self.mlp(&format!("{base}.shared_experts"), shared * width)?) } else { None },
+            shared_gate: None,
+        })
+    }
+}
