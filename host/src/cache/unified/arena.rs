@@ -59,6 +59,12 @@ impl Arena {
         }
     }
 
+    pub fn reserve(&mut self, nodes: usize) {
+        let more = nodes.saturating_sub(self.live_count());
+        self.nodes.reserve(more.saturating_sub(self.vacant.len()));
+        self.children.reserve(more, |entry| Entry::spread(entry.hash));
+    }
+
     pub fn node(&self, at: Index) -> &Node {
         &self.nodes[at as usize]
     }

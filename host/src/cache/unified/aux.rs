@@ -23,7 +23,7 @@ impl Default for Link {
 pub(super) enum List {
     /// Nodes with a device value that nobody locks.
     Device,
-    /// Nodes with a host value alone that no transfer reads.
+    /// Nodes with a host value that no transfer reads or fills; that nobody locks, if there is none on the device.
     Host,
 }
 
@@ -67,6 +67,10 @@ impl Aux {
             self.cells.resize_with(at as usize + 1, AuxCell::default);
         }
         self.cells[at as usize] = AuxCell::default();
+    }
+
+    pub fn reserve(&mut self, nodes: usize) {
+        self.cells.reserve(nodes.saturating_sub(self.cells.len()));
     }
 
     pub fn is_listed(&self, list: List, at: Index) -> bool {

@@ -98,7 +98,9 @@ impl Tree {
                 );
                 break;
             };
-            if self.components.iter().any(|&component| self.cell(component, child).loading) {
+            // Pages that are being filled can't be handed out; a state is not handed out here.
+            let loading = |component| self.has(component) && self.cell(component, child).loading;
+            if loading(Component::Full) || loading(Component::Window) {
                 break;
             }
             let common = self.common_pages(self.arena.node(child).span.tokens(), &tokens[done * size..]) as usize;

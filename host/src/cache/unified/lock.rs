@@ -8,7 +8,7 @@ use super::config::TreeError;
 use super::node::{Index, NodeId};
 use super::tree::Tree;
 
-/// A prefix held on the device.
+/// A prefix held: on the device, and on the host what is not on the device, so that it can be loaded.
 #[derive(Debug)]
 #[must_use = "a lock that is dropped is never released"]
 pub struct Lock {

@@ -32,7 +32,7 @@
 //! | --- | --- | --- |
 //! | match with its page table | 16 KiB to compare, half of it from memory (10 GB/s), and five dependent misses: 1.3 us | 1.9 us |
 //! | insert, and eviction of as much | 8 KiB of tokens and 0.5 KiB of page numbers to copy into memory that was given free: 2 us | 2.4 us |
-//! | memory a page | 64 bytes of tokens and 4 of its number | 70 bytes in nodes of 128 pages, 81 of 16, 268 of one |
+//! | memory a page | 64 bytes of tokens and 4 of its number | 70 bytes in nodes of 128 pages, 81 of 16, about 310 of one |
 //!
 //! The bench rows `tree, ...` show them beside a flat map of whole keys. Keys of pages (SHA-256, 11 us for such a key) are computed by who
 //! needs them, off the thread of the tree, and kept ([`KeyPath`]).
@@ -43,7 +43,7 @@
 //! | --- | --- |
 //! | `begin` | `find`; `full_pages` and `best` say what storage is asked for, `state_branch` and `window_branch` where to leave a checkpoint |
 //! | prefetch delivered | `insert_host` with the keys of its plan |
-//! | `acquire` | `find`, `settle(best)`, `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `lock`, `device_table`, `count_use` |
+//! | `acquire` | `find`, `settle(best)`, `lock`, so that what is to be loaded does not leave for the slots that it takes; `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `device_table`, `count_use` |
 //! | `commit` | `insert` from the node of the request's lock, `lock` of the new end, `unlock` of the old one, `merge_growing` |
 //! | decoding past a window | `release_window`, and a commit hands over [`NO_SLOT`] for pages let go |
 //! | `finish`, `abort`, `preempt` | `insert` or not, `unlock`, `merge_up` |

@@ -80,6 +80,16 @@ impl Tree {
         self.components
     }
 
+    /// Makes place for as many nodes, so that no insert up to there has to move those that are here; that would take some milliseconds
+    /// at a million. There are never more nodes than pages in the pools of device and host. Place that is not used yet costs
+    /// address space alone, but for a byte a node.
+    pub fn reserve(&mut self, nodes: usize) {
+        self.arena.reserve(nodes);
+        for &component in &self.components[1..] {
+            self.aux[component as usize - 1].reserve(nodes);
+        }
+    }
+
     /// Says which stores are in use, as bits. What nodes know of the others is forgotten, so that their bits can be given anew.
     pub fn set_stores(&mut self, stores: u64) {
         self.forget_stores(!stores);
@@ -357,7 +367,10 @@ impl Tree {
         let cell = self.cell(component, at);
         match list {
             List::Device => cell.on_device() && cell.locks == 0,
-            List::Host => !cell.host.is_empty() && !cell.on_device() && self.arena.node(at).host_locks == 0,
+            List::Host => {
+                let held = cell.locks > 0 && !cell.on_device();
+                cell.host_ready() && !held && self.arena.node(at).host_locks == 0
+            }
         }
     }
 

@@ -64,7 +64,14 @@ impl Tree {
     pub(super) fn is_host_leaf(&self, at: Index) -> bool {
         let node = self.arena.node(at);
         let reachable_without = match node.full.on_device() {
-            true => node.host_children() == 0,
+            // What is held and on the host alone stays.
+            true => {
+                node.host_children() == 0
+                    && self.components.iter().all(|&component| {
+                        let cell = self.cell(component, at);
+                        cell.locks == 0 || cell.on_device() || cell.host.is_empty()
+                    })
+            }
             false => node.children == 0 && self.components.iter().all(|&component| self.cell(component, at).locks == 0),
         };
         !node.full.host.is_empty()

@@ -237,6 +237,11 @@ impl Model {
             assert!(!self.holds_component(component, &key), "held {component:?} of {key:?} left");
         }
         if !device && !failed {
+            let only_here = !self.entries[&key].on_device(component);
+            assert!(
+                !only_here || !self.holds_component(component, &key),
+                "held {component:?} of {key:?} left the host"
+            );
             let reading = self.transfers.iter().filter_map(|transfer| transfer.host.as_ref());
             for (end, from) in reading {
                 let inside = end.0 == key.0 && end.1.starts_with(&key.1) && self.pages(&key.1) as u32 > *from;

@@ -54,7 +54,7 @@ impl Model {
         let result = self.tree.insert(insert).unwrap();
         let entry = |model: &Model, at: usize| model.entries.get(&model.key(name, &tokens, start + at)).cloned();
         let reached = (1..=pages)
-            .find(|&at| entry(self, at).is_some_and(|entry| entry.loading.contains(&true)))
+            .find(|&at| entry(self, at).is_some_and(|entry| entry.loading[..2].contains(&true)))
             .map_or(pages, |at| at - 1);
         let reached_end = entry(self, reached).is_some_and(|_| reached < pages);
         assert_eq!(result.pages, reached, "{reached_end}");

@@ -155,3 +155,27 @@ fn the_host_makes_room_for_what_comes_down() {
     let pages: Vec<u32> = (1..=5).map(|branch| tree.find(root, &tokens(2, branch)).unwrap().best.pages).collect();
     assert_eq!(pages, [0, 0, 1, 2, 2], "the oldest left, and of the next as much as was needed");
 }
+
+#[test]
+fn what_is_locked_to_be_loaded_does_not_leave_for_its_own_slots() {
+    let change = |config: &mut TreeConfig| (config.window, config.below) = (Some(2 * PAGE), Below::Host);
+    let (mut tree, mut memory) = (config(change), memory([4, 4, 0], [4, 2, 0]));
+    let node = fill(&mut tree, &mut memory, &tokens(2, 1));
+    assert!(Room::new(&mut tree, &mut memory).back_up_now(node).unwrap());
+    let actions = tree.demote(node).unwrap();
+    Room::new(&mut tree, &mut memory).carry_out(actions);
+    let lock = tree.lock(node).unwrap();
+    let other = fill(&mut tree, &mut memory, &tokens(2, 2));
+    assert!(!Room::new(&mut tree, &mut memory).back_up_now(other).unwrap(), "windows on the host are held");
+    for component in Component::ALL {
+        assert_eq!(tree.evict_host(component, 1), Step::Exhausted);
+    }
+    let needs = tree.load_needs(node).unwrap();
+    let slots = Room::new(&mut tree, &mut memory).take_device(&needs).unwrap();
+    let ticket = tree.begin_load(node, slots).unwrap();
+    let none = tree.finish_load(ticket, true).unwrap();
+    assert_eq!(none, Actions::default());
+    tree.unlock(lock).unwrap();
+    assert!(Room::new(&mut tree, &mut memory).back_up_now(other).unwrap(), "now they may go");
+    tree.check_integrity().unwrap();
+}

@@ -220,3 +220,24 @@ fn a_node_is_copied_once_at_a_time() {
     let actions = rig.tree.finish_backup(ticket, false).unwrap();
     assert_eq!(actions.freed_host(), PerComponent([0, 2, 0]), "the other's are not touched");
 }
+
+#[test]
+fn a_state_that_is_being_loaded_does_not_keep_pages_out() {
+    let mut rig = Rig::new(|config| {
+        (config.below, config.states) = (Below::Host, Some(StateConfig { grid: PAGE, per_path: None }));
+    });
+    let sequence = tokens(2, 1);
+    let node = rig.insert_from(rig.root, &sequence, 0, Some(5)).node;
+    rig.back_up(node);
+    let _ = rig.tree.tombstone(Component::State, node).unwrap();
+    let ticket = rig.tree.begin_load(node, PerComponent([Vec::new(), Vec::new(), vec![6]])).unwrap();
+    let longer = [sequence.clone(), tokens(1, 7)].concat();
+    let inserted = rig.insert_from(rig.root, &longer, 0, Some(8));
+    assert_eq!((inserted.pages, inserted.state), (3, StateOutcome::Taken));
+    // The one that comes is not needed twice.
+    let twice = rig.insert_from(rig.root, &sequence, 0, Some(9));
+    assert_eq!((twice.state, twice.actions.freed_device()), (StateOutcome::Known, PerComponent([2, 0, 1])));
+    let actions = rig.tree.finish_load(ticket, false).unwrap();
+    assert_eq!(actions.freed_device(), PerComponent([0, 0, 1]));
+    assert_eq!((rig.device_pages(&sequence), rig.device_pages(&longer)), (0, 3));
+}
