@@ -176,7 +176,13 @@ pub(crate) const BACKEND_KEYS: &[Key] = &[
         "Write policy towards this backend. Unset: `cache.write_policy`.",
     ),
     key("timeout", Kind::Number(0.001, 3600.0), "5.0", "Seconds that one call to the backend may take."),
-    key("key_scheme", Kind::Choice(&["kvdock", "sglang"]), "\"kvdock\"", "How pages are named in the store."),
+    key(
+        "key_scheme",
+        Kind::Choice(&["kvdock", "sglang"]),
+        "\"kvdock\"",
+        "How pages are named in the store. \"sglang\": as SGLang 0.5.23 names those of the same model, rank and pool, where the plugin can; these \
+         names bind no weights, element type or layout, and the objects carry no seal, so nothing tells a wrong page from a right one.",
+    ),
     key(
         "promote",
         Kind::Bool,

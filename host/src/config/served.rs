@@ -38,11 +38,5 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
             selected.first().copied().unwrap_or_default()
         ));
     }
-    // Also of backends that are not attached at the start: an admin request may do that later.
-    for table in config.storage.tables.values() {
-        if let Err(line) = table.check_served() {
-            refuse(line);
-        }
-    }
     if refused.is_empty() { Ok(()) } else { Err(refused) }
 }

@@ -20,6 +20,16 @@ pub enum KeyScheme {
     Sglang,
 }
 
+impl KeyScheme {
+    /// As the configuration has it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            KeyScheme::Kvdock => "kvdock",
+            KeyScheme::Sglang => "sglang",
+        }
+    }
+}
+
 /// One backend's table, with the host's keys taken out of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BackendTable {
@@ -54,7 +64,7 @@ impl BackendTable {
     /// host's keys are checked here; the rest is left to the plugin's schema.
     ///
     /// # Errors
-    /// A host key with a value it does not take, or one that this build does not serve.
+    /// A host key with a value it does not take.
     pub fn overlaid(&self, over: &Map<String, Json>) -> Result<Self, String> {
         let mut table = self.clone();
         for (key, value) in over {
@@ -69,22 +79,25 @@ impl BackendTable {
                 }
             }
         }
-        table.check_served()?;
         Ok(table)
     }
 
-    /// Refuses what can be configured but is not served by this build.
+    /// Refuses a way of naming pages that a plugin does not know. A plugin whose configuration schema says nothing of it (`x-key-schemes`)
+    /// names pages by kvdock's scheme.
     ///
     /// # Errors
     /// Names the key and what to set instead.
-    pub fn check_served(&self) -> Result<(), String> {
-        match self.key_scheme {
-            KeyScheme::Kvdock => Ok(()),
-            KeyScheme::Sglang => Err(format!(
-                "storage.{}.key_scheme = \"sglang\": this build names pages by its own scheme only; set \"kvdock\"",
-                self.name
-            )),
+    pub fn check_key_scheme(&self, schema: &Json) -> Result<(), String> {
+        let word = self.key_scheme.as_str();
+        let listed = schema.get("x-key-schemes").and_then(Json::as_array);
+        let known = listed.is_some_and(|list| list.iter().any(|known| known == word));
+        if known || self.key_scheme == KeyScheme::Kvdock {
+            return Ok(());
         }
+        Err(format!(
+            "storage.{}.key_scheme = \"{word}\": plugin {} names pages by kvdock's own scheme only; set \"kvdock\"",
+            self.name, self.plugin
+        ))
     }
 
     /// The backend's own config as its plugin reads it: where `schema` (JSON Schema) wants an
@@ -128,6 +141,7 @@ impl BackendTable {
                     Some("sglang") => KeyScheme::Sglang,
                     _ => KeyScheme::Kvdock,
                 };
+                self.settings.sealed = self.key_scheme == KeyScheme::Kvdock;
             }
             "sha256" => {
                 let hex = text().to_ascii_lowercase();
@@ -324,7 +338,11 @@ mod tests {
         let error = table.overlaid(&object(json!({"timeout": "soon"}))).unwrap_err();
         assert!(error.starts_with("storage.file.timeout = \"soon\": takes a number"), "{error}");
         assert!(table.overlaid(&object(json!({"sha256": "00"}))).is_err());
-        let error = table.overlaid(&object(json!({"key_scheme": "sglang"}))).unwrap_err();
-        assert!(error.contains("its own scheme"), "{error}");
+        let foreign = table.overlaid(&object(json!({"key_scheme": "sglang"}))).unwrap();
+        assert_eq!(foreign.key_scheme, KeyScheme::Sglang);
+        let error = foreign.check_key_scheme(&json!({})).unwrap_err();
+        assert!(error.contains("kvdock's own scheme"), "{error}");
+        foreign.check_key_scheme(&json!({"x-key-schemes": ["kvdock", "sglang"]})).unwrap();
+        table.check_key_scheme(&json!({})).unwrap();
     }
 }

@@ -248,7 +248,6 @@ fn what_is_not_served_is_refused_in_words() {
         ("engine.pp_size=2", "pipeline parallelism"),
         ("engine.dcp_size=2", "decode context parallelism"),
         ("cache.mode=linker", "straight into device pages"),
-        ("storage={backend=\"a\", a={key_scheme=\"sglang\"}}", "its own scheme"),
     ] {
         let refused = check_served(&with_set(&[set]).unwrap()).unwrap_err();
         assert_eq!(refused.len(), 1, "{refused:?}");

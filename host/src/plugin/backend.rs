@@ -154,6 +154,8 @@ pub struct BackendSettings {
     pub drain_timeout: Duration,
     /// Pages that were read from a backend further down are stored in this one too.
     pub promote: bool,
+    /// Pages are stored with the host's seal and checked by it. Not so where they are named as another engine names them: its objects have none.
+    pub sealed: bool,
     /// How often a call is made again after an error that says that this can help.
     pub retries: u32,
     /// Calls at a time at most; none for as many as the plugin wants.
@@ -172,6 +174,7 @@ impl Default for BackendSettings {
             timeout: Duration::from_secs(5),
             drain_timeout: Duration::from_secs(5),
             promote: false,
+            sealed: true,
             retries: 2,
             concurrency: None,
             read_bandwidth: None,

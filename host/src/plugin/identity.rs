@@ -4,6 +4,7 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::inspect::hex;
+use crate::config::KeyScheme;
 
 /// What the namespace of pages binds. Two workers share pages only when all of this is equal.
 ///
@@ -48,6 +49,15 @@ impl Namespace {
     pub fn json(&self) -> String {
         // A struct of strings and numbers always serialises.
         serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The bound values, and how pages are named where that is not kvdock's own way. Their digest is another one then.
+    pub fn json_named(&self, scheme: KeyScheme) -> String {
+        let json = self.json();
+        match (scheme, json.strip_suffix('}')) {
+            (KeyScheme::Kvdock, _) | (_, None) => json,
+            (scheme, Some(open)) => format!("{open},\"key_scheme\":\"{}\"}}", scheme.as_str()),
+        }
     }
 
     /// SHA-256 of [`Namespace::json`].
@@ -112,6 +122,15 @@ mod tests {
         ] {
             assert_ne!(base.digest(), other.digest(), "{other:?}");
         }
+    }
+
+    #[test]
+    fn a_foreign_key_scheme_is_told_beside_what_is_bound() {
+        let base = namespace();
+        assert_eq!(base.json_named(KeyScheme::Kvdock), base.json());
+        let named: serde_json::Value = serde_json::from_str(&base.json_named(KeyScheme::Sglang)).unwrap();
+        assert_eq!(named["key_scheme"], "sglang");
+        assert_eq!(named["kv_dtype"], "f16");
     }
 
     #[test]

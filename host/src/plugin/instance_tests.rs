@@ -236,7 +236,7 @@ fn attach_with(
     };
     let mut raw = std::ptr::null_mut();
     let pool = pool();
-    let anchor = OwnedPoolDesc::anchor(&pool);
+    let anchor = OwnedPoolDesc::anchor(&pool, true);
     let desc = anchor.raw();
     // SAFETY: all arguments are valid; the pool's memory is leaked.
     unsafe {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvdock_plugin_api::v0_1::{CapabilitiesOut, Identity, OpenArgs};
 use kvdock_plugin_api::{CacheMode, Capabilities, ErrorKind, HealthState};
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use super::abi::{AbiVersions, Face, RawInstance};
 use super::backend::HostPoolDescription;
@@ -20,7 +21,7 @@ use super::library::{Library, load_with};
 use super::pool_desc::OwnedPoolDesc;
 use super::schema::validate;
 use super::state::{BackendState, StateCell};
-use crate::config::BackendTable as BackendConfig;
+use crate::config::{BackendTable as BackendConfig, KeyScheme};
 
 /// Time for `open`, registration and the health check together.
 pub const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -67,6 +68,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let schema = &library.info.note.config_schema;
     let own = request.config.for_schema(schema);
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
+    request.config.check_key_scheme(schema).map_err(fail)?;
 
     state.go(BackendState::Opening, "");
     let deadline = Instant::now() + OPEN_TIMEOUT;
@@ -77,6 +79,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         library: library.clone(),
         identity: request.identity.clone(),
         pool: request.pool.clone(),
+        key_scheme: request.config.key_scheme,
         config_json,
         context,
         deadline,
@@ -120,6 +123,7 @@ struct Steps {
     library: Arc<Library>,
     identity: Arc<WorkerIdentity>,
     pool: HostPoolDescription,
+    key_scheme: KeyScheme,
     config_json: String,
     context: &'static HostContext,
     deadline: Instant,
@@ -160,10 +164,10 @@ impl Steps {
     }
 
     fn open(&self, face: &dyn Face) -> Result<RawInstance, CallFailure> {
-        let namespace_json = self.identity.namespace.json();
         let namespace = &self.identity.namespace;
+        let namespace_json = namespace.json_named(self.key_scheme);
         let identity = Identity {
-            namespace_digest: namespace.digest(),
+            namespace_digest: Sha256::digest(namespace_json.as_bytes()).into(),
             namespace_json: namespace_json.as_str().into(),
             model_name: self.identity.model_name.as_str().into(),
             weights_digest: self.identity.weights_digest,
@@ -205,7 +209,7 @@ impl Steps {
     fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<Option<String>, CallFailure> {
         self.state.go(BackendState::Registering, "");
         let context = control_context(self.deadline);
-        let anchor = OwnedPoolDesc::anchor(&self.pool);
+        let anchor = OwnedPoolDesc::anchor(&self.pool, self.key_scheme == KeyScheme::Kvdock);
         let desc = anchor.raw();
         let mut message = Vec::new();
         invoke(&mut message, |error| {

@@ -18,6 +18,7 @@ pub struct OwnedPoolDesc {
     regions: Vec<Region>,
     segments: Vec<Segment>,
     components: Vec<Component>,
+    sealed: bool,
     pool: HostPoolDescription,
 }
 
@@ -25,8 +26,8 @@ pub struct OwnedPoolDesc {
 unsafe impl Send for OwnedPoolDesc {}
 
 impl OwnedPoolDesc {
-    /// The anchor pool.
-    pub fn anchor(pool: &HostPoolDescription) -> OwnedPoolDesc {
+    /// The anchor pool. Without `sealed` its pages end before the seal, which is the last of their pieces.
+    pub fn anchor(pool: &HostPoolDescription, sealed: bool) -> OwnedPoolDesc {
         let regions = vec![Region {
             base: pool.base as *mut c_void,
             len: pool.bytes,
@@ -36,9 +37,11 @@ impl OwnedPoolDesc {
             device_uuid: [0; 16],
             flags: 0,
         }];
+        let count = if sealed { pool.segments.len() } else { pool.segments.len().saturating_sub(1) };
         let segments = pool
             .segments
             .iter()
+            .take(count)
             .map(|s| Segment { region: 0, reserved: 0, offset: s.offset, stride: s.stride, len: s.len })
             .collect();
         let components = pool
@@ -61,6 +64,7 @@ impl OwnedPoolDesc {
             regions,
             segments,
             components,
+            sealed,
             pool: pool.clone(),
         }
     }
@@ -84,7 +88,10 @@ impl OwnedPoolDesc {
             segment_count: self.segments.len() as u64,
             components: self.components.as_ptr(),
             component_count: self.components.len() as u64,
-            seal_segment: u32::try_from(self.segments.len()).map_or(NONE, |n| n.wrapping_sub(1)),
+            seal_segment: match u32::try_from(self.segments.len()) {
+                Ok(count) if self.sealed => count.wrapping_sub(1),
+                _ => NONE,
+            },
             hit_policy: HitPolicy::AllPages.raw(),
             trailing_pages: 0,
             block_pages: 0,
@@ -93,5 +100,38 @@ impl OwnedPoolDesc {
             replicated: 0,
             reserved: 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvdock_plugin_api::Dtype;
+
+    use super::super::backend::HostPoolSegment;
+    use super::*;
+
+    #[test]
+    fn without_a_seal_a_page_ends_before_it() {
+        let piece = |offset, len| HostPoolSegment { offset, stride: len, len };
+        let pool = HostPoolDescription {
+            name: "kv".into(),
+            layout: "page_first".into(),
+            dtype: Dtype::F16,
+            pages: 4,
+            page_tokens: 16,
+            layers: 1,
+            base: 4096,
+            bytes: 1024,
+            fd: -1,
+            segments: vec![piece(0, 64), piece(256, 64), piece(512, 32)],
+            components: Vec::new(),
+        };
+        let (sealed, plain) = (OwnedPoolDesc::anchor(&pool, true), OwnedPoolDesc::anchor(&pool, false));
+        let of = |desc: &OwnedPoolDesc| {
+            let raw = desc.raw();
+            (raw.segment_count, raw.page_bytes, raw.seal_segment)
+        };
+        assert_eq!(of(&sealed), (3, 160, 2));
+        assert_eq!(of(&plain), (2, 128, NONE));
     }
 }

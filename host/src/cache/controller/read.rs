@@ -133,6 +133,10 @@ fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) ->
     };
     let began = Instant::now();
     let outcome = attached.paged(&call, &mut status, |page| {
+        if !attached.settings().sealed {
+            // Objects of another engine carry no seal: who sets its key scheme believes them.
+            return true;
+        }
         // SAFETY: the call has returned, and the fetch alone holds the page.
         match unsafe { shared.host.verify(pages[page], &own[page]) } {
             Ok(()) => true,

@@ -64,6 +64,21 @@ fn i27504_a_corrupt_page_is_found_and_heals() {
     assert_eq!(rig.run(&prompt).from_storage, 10 * PAGE);
 }
 
+/// Objects that another engine stored have no seal. Whoever names pages as it does believes them.
+#[test]
+fn pages_of_a_foreign_key_scheme_are_taken_as_they_are() {
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let store = filled(&prompt);
+    // What lies where the seal would be is no seal of this worker.
+    let other = CacheConfig { identity: [7; 32], ..config(64) };
+    let mut rig = Rig::new(64, other);
+    rig.attach("fake", &store, |backend| backend.settings.sealed = false);
+    let grant = rig.run(&prompt);
+    assert_eq!((grant.from_storage, reasons(&grant)), (10 * PAGE, vec![]));
+    assert_eq!(rig.settle().corrupt_pages, 0);
+    rig.check();
+}
+
 #[test]
 fn a_corrupt_page_that_cannot_be_removed_is_treated_as_missing() {
     let prompt = tokens(1, 10 * PAGE + 1);
