@@ -1,5 +1,6 @@
 //! Pages in the store.
 
+mod elsewhere;
 mod exists;
 pub mod figures;
 mod get;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::{MetricKind, PageStatus, Result};
 
+use super::elsewhere::Elsewhere;
 use super::items::{Item, Items};
 use super::{MOST_NAMES, Store};
 use crate::data::{Job, Operation, Outcome, transfer};
@@ -52,14 +53,46 @@ impl<'a> Session<'a> {
             let answer = master.call_with_ticket::<rpc::BatchGetReplicaList>(&request, &limit.at_most(RPC_TIME));
             let (listed, ticket) = answer.map_err(|error| error_of(&error))?;
             session.tickets.push(ticket);
+            let mut elsewhere = Vec::new();
             for (item, replicas) in list.iter().zip(listed) {
                 match store.usable(item, replicas, asked) {
-                    Ok(found) => session.found.push(found),
+                    Ok((found, None)) => session.found.push(found),
+                    Ok((found, Some(place))) => elsewhere.push((found, place)),
                     Err(status) => item.finish(status),
                 }
             }
+            session.read_elsewhere(elsewhere, limit);
         }
         Ok(session)
+    }
+
+    /// Reads objects that lie in no memory: all of them that later steps would move.
+    fn read_elsewhere(&mut self, objects: Vec<(Found<'a>, Elsewhere)>, limit: &Limit<'_>) {
+        if objects.is_empty() {
+            return;
+        }
+        let (found, places): (Vec<Found<'a>>, Vec<(&Item<'_>, Elsewhere)>) = objects
+            .into_iter()
+            .map(|(found, place)| {
+                let item = found.item;
+                (found, (item, place))
+            })
+            .unzip();
+        let read = self.store.read_elsewhere(self.items, &places, limit);
+        for (object, read) in found.into_iter().zip(read) {
+            match read {
+                Ok(()) if Instant::now() < object.until => self.found.push(object),
+                Ok(()) => {
+                    self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_leases_run_out", "", 1.0);
+                    object.item.finish(PageStatus::Failed);
+                }
+                Err((status, why)) => {
+                    self.store.note_failed(&object.item.name);
+                    self.why.get_or_insert(why);
+                    object.item.finish(status);
+                }
+            }
+        }
     }
 
     /// Whether nothing is left that could be read.
@@ -84,7 +117,11 @@ impl<'a> Session<'a> {
         let mut remote: Vec<(Found<'a>, usize)> = Vec::new();
         let mut again = Vec::new();
         for object in found {
-            let Some((_, buffer)) = object.buffers.last() else { continue };
+            let Some((_, buffer)) = object.buffers.last() else {
+                // It was read when the session began.
+                self.found.push(object);
+                continue;
+            };
             let spans = items.spans(object.item, step);
             match &store.member.lent {
                 // The lease is that the object is there: a marker has no bytes that anybody needs.
@@ -228,7 +265,11 @@ impl<'a> Session<'a> {
 }
 
 fn holds(replicas: &Replicas, (number, address): (u64, u64)) -> bool {
-    let here = |place: &Place| matches!(place, Place::Memory(memory) if memory.buffer.address == address);
+    let here = |place: &Place| match place {
+        Place::Memory(memory) => memory.buffer.address == address,
+        Place::Disk(_) | Place::LocalDisk(_) => true,
+        Place::Fabric(_) | Place::Distributed(_) => false,
+    };
     replicas.list.iter().any(|replica| replica.id == number && here(&replica.place))
 }
 
@@ -239,7 +280,7 @@ impl Store {
         item: &'a Item<'a>,
         replicas: Result<Replicas, ErrorCode>,
         asked: Instant,
-    ) -> Result<Found<'a>, PageStatus> {
+    ) -> Result<(Found<'a>, Option<Elsewhere>), PageStatus> {
         let replicas = match replicas {
             Ok(replicas) => replicas,
             Err(ErrorCode::OBJECT_NOT_FOUND | ErrorCode::REPLICA_IS_NOT_READY) => return Err(PageStatus::Missing),
@@ -250,18 +291,25 @@ impl Store {
         };
         let lease = Duration::from_millis(replicas.lease_ms);
         let mut buffers = Vec::new();
-        let mut elsewhere = 0;
+        let mut elsewhere = None;
+        let mut unreadable = 0;
         for replica in replicas.list {
             match replica.place {
                 Place::Memory(memory) if replica.status == ReplicaStatus::COMPLETE => {
                     buffers.push((replica.id, memory.buffer));
                 }
                 Place::Memory(_) => {}
-                _ => elsewhere += 1,
+                Place::Disk(file) => drop(elsewhere.get_or_insert((replica.id, Elsewhere::Shared(file)))),
+                Place::LocalDisk(owner) => drop(elsewhere.get_or_insert((replica.id, Elsewhere::Owner(owner)))),
+                Place::Fabric(_) | Place::Distributed(_) => unreadable += 1,
             }
         }
         if buffers.is_empty() {
-            if elsewhere > 0 {
+            if let Some((replica, place)) = elsewhere {
+                let found = Found { item, buffers, used: vec![(replica, 0)], until: asked + lease, lease };
+                return Ok((found, Some(place)));
+            }
+            if unreadable > 0 {
                 self.member.host.metric(MetricKind::CounterAdd, "mooncake_pages_not_in_memory", "", 1.0);
             }
             return Err(PageStatus::Missing);
@@ -277,6 +325,6 @@ impl Store {
         });
         // Taken from the end.
         buffers.reverse();
-        Ok(Found { item, buffers, used: Vec::new(), until: asked + lease, lease })
+        Ok((Found { item, buffers, used: Vec::new(), until: asked + lease, lease }, None))
     }
 }

@@ -8,6 +8,7 @@ mod code;
 mod envelope;
 pub mod frame;
 mod message;
+pub mod owner;
 mod pack;
 pub mod rpc;
 pub mod types;
