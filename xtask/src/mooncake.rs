@@ -1,5 +1,6 @@
 //! The real Mooncake services, for the tests of the Mooncake plugin: published programs from the Python package index.
 
+use std::fs::File;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -132,8 +133,10 @@ pub fn act(action: &Action) -> Result<ExitCode> {
     };
     // Before the master starts, so that no signal is lost in between.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
-    let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), options)?;
+    let log = paths::cache().join("mooncake-master.log");
+    let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), &log, options)?;
     print!("{}", advice(&ports, model.as_deref())?);
+    println!("Its log goes to {}. Ctrl-C stops it.", log.display());
     let pid = Pid::from_child(&master);
     let handle = signals.handle();
     let passer = std::thread::spawn(move || {
@@ -151,12 +154,12 @@ pub fn act(action: &Action) -> Result<ExitCode> {
         println!("the master has stopped");
         return Ok(ExitCode::SUCCESS);
     }
-    eprintln!("error: the master ended by itself, with {status}");
+    eprintln!("error: the master ended by itself, with {status}; its log is {}", log.display());
     Ok(ExitCode::FAILURE)
 }
 
 /// Starts a master and waits until it serves.
-fn start(program: &Path, options: &Up) -> Result<(Child, Ports)> {
+fn start(program: &Path, log: &Path, options: &Up) -> Result<(Child, Ports)> {
     // Ports are free when they are drawn; somebody else may take one before the master does.
     for _ in 0..3 {
         let [rpc, metrics, metadata] = free_ports()?;
@@ -169,7 +172,8 @@ fn start(program: &Path, options: &Up) -> Result<(Child, Ports)> {
             .arg("--enable_http_metadata_server=true")
             .arg(format!("--http_metadata_server_port={metadata}"))
             .arg(format!("--default_kv_lease_ttl={}", options.lease))
-            .args(["--logtostderr=1", "--minloglevel=1"])
+            .arg("--logtostderr=1")
+            .stderr(File::create(log).with_context(|| format!("can't create {}", log.display()))?)
             .args(&options.flags)
             // A group of its own: Ctrl-C reaches the master once, through this program.
             .process_group(0);
@@ -188,7 +192,7 @@ fn start(program: &Path, options: &Up) -> Result<(Child, Ports)> {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
-    bail!("the master ended at its start, three times")
+    bail!("the master ended at its start, three times; its log is {}", log.display())
 }
 
 /// How kvdock is told of it.
@@ -223,7 +227,6 @@ Or as one command, in another terminal, and once more with another port to see t
         --set storage.mooncake.local_hostname=127.0.0.1 --set storage.mooncake.global_segment_size=1GiB \
         --set cache.prefetch_threshold=16
 
-Ctrl-C stops the master.
 "#,
         shell(paths::text(&program)?),
         shell(model),

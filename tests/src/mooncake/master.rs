@@ -1,5 +1,6 @@
 //! A real master.
 
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,8 +11,12 @@ use super::{Etcd, Process, command, free_port, home};
 
 /// How long a start may take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Ports are free when they are drawn; somebody else may take one before the master does.
+/// Ports are free when they are drawn; somebody else may take one before the master does. Then it ends, or never serves.
 const TRIES: usize = 5;
+/// How long one of these tries may take.
+const TRY: Duration = Duration::from_secs(30);
+/// Number of the function that says that the RPC serves: the first bytes of the MD5 of `mooncake::WrappedMasterService::ServiceReady`.
+const SERVICE_READY: u32 = 0x7b81_bb56;
 
 /// How peers find one another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +48,7 @@ impl Master {
             if master.wait() {
                 return master;
             }
-            eprintln!("the master ended at its start; once more with other ports\n{}", master.log());
+            eprintln!("the master does not start; once more with other ports\n{}", master.log());
         }
         panic!("the master does not start");
     }
@@ -85,14 +90,13 @@ impl Master {
         Process(child)
     }
 
-    /// Waits until it serves; false when it has ended instead.
+    /// Waits until it serves; false when it has ended instead, or does not begin to.
     fn wait(&mut self) -> bool {
         let began = Instant::now();
         while !self.serves() {
-            if self.process.has_ended() {
+            if self.process.has_ended() || began.elapsed() > TRY {
                 return false;
             }
-            assert!(began.elapsed() < PATIENCE, "the master does not start\n{}", self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
         true
@@ -100,7 +104,20 @@ impl Master {
 
     /// Whether it serves: alone, or as the leader of several.
     pub fn serves(&self) -> bool {
-        self.admin("health").is_some_and(|health| health["service_ready"] == json!(true)) && self.is_listening()
+        self.admin("health").is_some_and(|health| health["service_ready"] == json!(true))
+            && self.answers().unwrap_or(false)
+    }
+
+    /// Whether it is a master that answers calls at its port.
+    fn answers(&self) -> std::io::Result<bool> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+        // Mark, number of the call, function, and the lengths of a message and an attachment that there are not.
+        let words = [0x15, 0, SERVICE_READY, 0, 0].map(u32::to_le_bytes);
+        stream.write_all(words.as_flattened())?;
+        let mut reply = [0; 16];
+        stream.read_exact(&mut reply)?;
+        Ok(reply[0] == 0x15 && reply[2] == 0)
     }
 
     /// `leader` or `standby`; none when it does not answer.
@@ -152,8 +169,15 @@ impl Master {
 
     /// Starts it again, with nothing that it knew.
     pub fn start_again(&mut self) {
-        self.process = Master::spawn(self.scratch.path(), self.port, self.metrics, self.http, &self.flags);
-        assert!(self.wait(), "the master does not start again\n{}", self.log());
+        for _ in 0..TRIES {
+            // Its ports are given; who has taken one meanwhile may give it back.
+            self.process = Master::spawn(self.scratch.path(), self.port, self.metrics, self.http, &self.flags);
+            if self.wait() {
+                return;
+            }
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        panic!("the master does not start again\n{}", self.log());
     }
 
     /// Whether its RPC port takes connections.

@@ -157,3 +157,36 @@ fn servers_follow_the_leader_of_several_masters() {
     one.stop();
     two.stop();
 }
+
+#[test]
+fn a_full_cluster_is_said_in_words_and_serving_goes_on() {
+    // Nothing is evicted before its lease is over, which here outlasts the test, and asking for a page is enough to lease it.
+    let master = Master::start(&["--default_kv_lease_ttl=600000"]);
+    // Room for the pages of one prompt and a part of another: each page has some hundred KiB.
+    let server = member(&master, Mode::Peer, "\"16MiB\"").start();
+    let client = server.client();
+    let prompts: Vec<Vec<u32>> = (20..23).map(|seed| prompt::ids(seed, 400)).collect();
+    let mut cold = Vec::new();
+    for ids in &prompts {
+        let (answer, usage) = client.generate(ids, 8);
+        assert_eq!(usage.storage, 0);
+        cold.push(answer);
+        // Asks for its pages, which leases those that are there.
+        client.flush();
+        assert!(client.generate(ids, 8).0 == cold[cold.len() - 1]);
+    }
+    let refused = || client.metrics().storage_pages("set", "refused");
+    let began = Instant::now();
+    while refused() == 0.0 {
+        assert!(began.elapsed() < Duration::from_secs(90), "nothing was refused\n{}", client.metrics_text());
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    for (ids, cold) in prompts.iter().zip(&cold) {
+        client.flush();
+        let (answer, usage) = client.generate(ids, 8);
+        assert!(answer == *cold, "another answer than the cold one, with {usage:?}");
+    }
+    assert_eq!(client.get("/health").status, 200);
+    let log = server.stop();
+    assert!(log.contains("no space: no segment of the store"), "the log says why:\n{log}");
+}

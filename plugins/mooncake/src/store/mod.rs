@@ -52,6 +52,8 @@ pub struct Store {
     reads_only: bool,
     pools: RwLock<HashMap<u32, PoolShape>>,
     failed: Mutex<HashMap<String, Instant>>,
+    /// When it was last said that the store is full.
+    full_said: Mutex<Option<Instant>>,
     /// Held for writing while objects become visible together, and for reading by those who look.
     commit: RwLock<()>,
     /// What was counted.
@@ -68,6 +70,7 @@ impl Store {
             reads_only: !writer,
             pools: RwLock::default(),
             failed: Mutex::default(),
+            full_said: Mutex::default(),
             commit: RwLock::default(),
             figures: Figures::default(),
         }

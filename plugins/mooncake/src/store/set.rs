@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::{Batch, Error, ErrorKind, LogLevel, PageStatus, Result, Set};
+use kvdock_plugin_api::{Batch, Error, ErrorKind, LogLevel, MetricKind, PageStatus, Result, Set};
 
 use super::Store;
 use super::items::{Item, Items, Use};
@@ -13,6 +13,8 @@ use crate::member::{RPC_TIME, error_of};
 use crate::rpc::RpcError;
 use crate::wire::rpc;
 
+/// How often it is said that the store is full.
+const SAY_FULL: Duration = Duration::from_secs(60);
 /// Pauses before pages are tried again that found no room, no living peer, or somebody else who writes them. The master makes room when it
 /// has been asked in vain.
 const PAUSES: [Duration; 5] = [
@@ -208,7 +210,7 @@ impl Store {
                         open.push(item);
                         continue;
                     }
-                    Round::Full => (PageStatus::Refused, Some(no_space(&self.member.master.address()))),
+                    Round::Full => (PageStatus::Refused, Some(self.no_space())),
                     Round::PeerFailed(why) | Round::Failed(why) => {
                         (PageStatus::Failed, Some(Error::new(ErrorKind::Unavailable, why).retryable()))
                     }
@@ -282,9 +284,19 @@ fn over(limit: &Limit<'_>) -> Error {
     error_of(&RpcError::Stopped(limit.left().err().unwrap_or(Stop::TimedOut)))
 }
 
-fn no_space(address: &crate::rpc::Address) -> Error {
-    let text = format!(
-        "no segment of the store at {address} has room; its master evicts what nobody has read lately, so it may have soon"
-    );
-    Error::new(ErrorKind::NoSpace, text).retryable()
+impl Store {
+    /// No segment has room for a page. It is counted, and said once in a while: a full store is no fault, but whoever runs it should know.
+    fn no_space(&self) -> Error {
+        let text = format!(
+            "no segment of the store at {} has room; its master evicts what nobody has read lately, so it may have soon",
+            self.member.master.address()
+        );
+        self.member.host.metric(MetricKind::CounterAdd, "mooncake_pages_without_room", "", 1.0);
+        let mut said = self.full_said.lock();
+        if said.is_none_or(|at| at.elapsed() >= SAY_FULL) {
+            *said = Some(Instant::now());
+            self.warn(&format!("no space: {text}"));
+        }
+        Error::new(ErrorKind::NoSpace, text).retryable()
+    }
 }
