@@ -393,6 +393,7 @@ fn configurations_that_make_no_sense_are_named() {
         ("qwen3_moe", "num_key_value_heads", serde_json::json!(3), "multiple of the KV heads"),
         ("gpt_oss", "layer_types", serde_json::json!(["full_attention"]), "an entry for each of 4 layers"),
         ("gpt_oss", "sliding_window", serde_json::Value::Null, "sliding_window"),
+        ("mimo", "partial_rotary_factor", serde_json::json!(1.5), "up to the head's 24, found 36"),
         ("mimo", "n_group", serde_json::json!(3), "groups that divide 8 experts"),
         ("mimo", "scoring_func", serde_json::json!("softmax"), "\"sigmoid\" is"),
         ("qwen3_5", "linear_num_value_heads", serde_json::json!(3), "multiple of the key heads"),

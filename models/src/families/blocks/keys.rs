@@ -84,6 +84,16 @@ impl Keys<'_> {
         }
     }
 
+    /// The elements of a head of `head_dim` that are rotated, `share` of them.
+    pub(crate) fn rotated(&self, head_dim: usize, share: f64) -> Result<usize, ModelError> {
+        let dim = (head_dim as f64 * share) as usize;
+        if (2..=head_dim).contains(&dim) && dim.is_multiple_of(2) {
+            return Ok(dim);
+        }
+        Err(self
+            .inconsistent(format!("an even number of rotated dimensions, up to the head's {head_dim}, found {dim}")))
+    }
+
     /// The rotary embedding under the usual keys, for `dim` rotated elements of a head.
     pub(crate) fn rope(&self, style: RopeStyle, dim: usize) -> Result<RopeSpec, ModelError> {
         let positions = self.size("max_position_embeddings")?;

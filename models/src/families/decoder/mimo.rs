@@ -85,7 +85,7 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     };
     let partial = hf_rope::number(folder.config(), "partial_rotary_factor")?.unwrap_or(0.334);
     let rope = |kind: Kind| {
-        let dim = (kind.head_dim_k as f64 * partial) as usize;
+        let dim = keys.rotated(kind.head_dim_k, partial)?;
         let spec = keys.rotary(RopeStyle::Half, dim, kind.theta, RopeScaling::None)?;
         Ok::<_, ModelError>(Arc::new(input.device.upload_rope(&spec)?))
     };

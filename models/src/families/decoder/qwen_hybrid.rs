@@ -70,7 +70,7 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let sizes = delta_sizes(&keys)?;
     let linear = linear_layers(&keys, layers)?;
     let partial = hf_rope::number(config, "partial_rotary_factor")?.unwrap_or(0.25);
-    let rope = keys.rope(RopeStyle::Half, (head_dim as f64 * partial) as usize)?;
+    let rope = keys.rope(RopeStyle::Half, keys.rotated(head_dim, partial)?)?;
     let rope = Arc::new(input.device.upload_rope(&rope)?);
     let with_experts = keys.optional_size("num_experts")?.is_some();
     let sparse = has_experts(&keys, layers)?;
