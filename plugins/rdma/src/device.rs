@@ -68,7 +68,9 @@ pub fn open_all(verbs: &'static Verbs, config: &Config) -> Result<Vec<Arc<Device
     let list = unsafe { (verbs.get_device_list)(&raw mut count) };
     if list.is_null() {
         let why = std::io::Error::last_os_error();
-        return Err(RdmaError::NoDevice(format!(": the list of devices can't be had: {why}")));
+        // What the library says where the kernel has none of its modules.
+        let none = if why.raw_os_error() == Some(libc::ENOSYS) { ", for its kernel has no RDMA" } else { "" };
+        return Err(RdmaError::NoDevice(format!("{none} (the list of devices can't be had: {why})")));
     }
     let mut opened = Vec::new();
     let mut present = Vec::new();

@@ -10,6 +10,7 @@ use kvdock_tests::mooncake::{Etcd, Master, Mode, Official};
 use kvdock_tests::server::Launch;
 use kvdock_tests::storage::wait_stored;
 use kvdock_tests::{paths, prompt};
+use kvdock_verbs_stand_in::harness;
 
 const SEGMENT: &str = "\"256MiB\"";
 
@@ -93,6 +94,33 @@ fn what_one_server_computed_the_other_serves_from_storage_and_goes_on_when_the_f
         three.stop();
         two.stop();
     }
+}
+
+#[test]
+fn two_servers_share_pages_by_rdma_through_the_stand_in_for_libibverbs() {
+    let master = Master::start(&["--default_kv_lease_ttl=10000", "--client_ttl=5"]);
+    let folder = tempfile::tempdir().unwrap();
+    harness::install(folder.path());
+    let folder = folder.path().display();
+    let (library, stand_in) = (format!("LD_LIBRARY_PATH={folder}"), format!("KVDOCK_STAND_IN={folder}"));
+    let launch = |segment| {
+        let launch = member(&master, Mode::Peer, segment).set("storage.mooncake.protocol", "\"rdma\"");
+        launch.through(&["env", &library, &stand_in])
+    };
+    let (one, two) = (launch(SEGMENT).start(), launch("0").start());
+    let long = prompt::ids(16, 500);
+    let (cold, _) = two.client().generate(&long, 8);
+    wait_stored(&two.client(), 31);
+    let (warm, usage) = one.client().generate(&long, 8);
+    assert_eq!(usage.storage, whole_pages(500), "{usage:?}");
+    assert!(warm == cold);
+    let client = two.client();
+    from_storage(&client, &long, &cold);
+    one.kill();
+    client.flush();
+    let (again, _) = client.generate(&long, 8);
+    assert!(again == cold, "the death of a peer changes an answer");
+    two.stop();
 }
 
 #[test]
