@@ -303,7 +303,7 @@ impl Tree {
             self.refresh(at);
             self.refresh(parent);
         } else {
-            self.relist(component, at);
+            self.aux_changed(component, at);
         }
     }
 
@@ -346,8 +346,14 @@ impl Tree {
     pub(super) fn host_changed(&mut self, component: Component, at: Index) {
         match component {
             Component::Full => self.refresh(at),
-            other => self.relist(other, at),
+            other => self.aux_changed(other, at),
         }
+    }
+
+    /// What a node has of a window or a state decides about its lists, and about the node as a whole.
+    fn aux_changed(&mut self, component: Component, at: Index) {
+        self.relist(component, at);
+        self.refresh(at);
     }
 
     /// Puts a node into the lists where it belongs, as the newest if it was not there, and out of the others.
