@@ -181,7 +181,8 @@ pub(crate) const BACKEND_KEYS: &[Key] = &[
         Kind::Choice(&["kvdock", "sglang"]),
         "\"kvdock\"",
         "How pages are named in the store. \"sglang\": as SGLang 0.5.23 names those of the same model, rank and pool, where the plugin can; these \
-         names bind no weights, element type or layout, and the objects carry no seal, so nothing tells a wrong page from a right one.",
+         names bind no weights, element type or layout, and the objects carry no seal, so nothing tells a wrong page from a right one; pages read \
+         from it are stored in no other backend.",
     ),
     key(
         "promote",

@@ -124,6 +124,29 @@ fn two_servers_share_pages_by_rdma_through_the_stand_in_for_libibverbs() {
 }
 
 #[test]
+fn servers_that_name_pages_as_sglang_does_share_them() {
+    let master = Master::start(&["--default_kv_lease_ttl=10000"]);
+    let launch = member(&master, Mode::Peer, SEGMENT)
+        .set("storage.mooncake.key_scheme", "\"sglang\"")
+        .set("cache.host_layout", "\"page_first\"");
+    let (one, two) = (launch.start(), launch.start());
+    let long = prompt::ids(17, 500);
+    let (cold, _) = one.client().generate(&long, 8);
+    wait_stored(&one.client(), 31);
+    let (warm, usage) = two.client().generate(&long, 8);
+    assert_eq!(usage.storage, whole_pages(500), "{usage:?}");
+    assert!(warm == cold);
+    // Who names pages by kvdock's own scheme does not find them.
+    let third = member(&master, Mode::Peer, "0").start();
+    let (other, usage) = third.client().generate(&long, 8);
+    assert_eq!((usage.storage, other == cold), (0, true), "{usage:?}");
+    third.stop();
+    two.stop();
+    let log = one.stop();
+    assert!(log.contains("WARN") && log.contains("sglang"), "it warns at the start:\n{log}");
+}
+
+#[test]
 fn pages_lie_in_the_memory_of_an_official_client_and_survive_the_servers() {
     let master = Master::start(&["--default_kv_lease_ttl=10000"]);
     let _holder = Official::start(&master, Mode::Peer, 256 << 20);

@@ -80,6 +80,8 @@ pub(crate) struct FetchState {
     pub good: Vec<bool>,
     /// For each page the sources, as bits, that are to be given it.
     pub offers: Vec<u64>,
+    /// Pages came from a store whose pages carry no seal.
+    pub unproven: bool,
     /// Pages handed to the tree.
     pub taken: usize,
     /// Why pages that storage has did not come.

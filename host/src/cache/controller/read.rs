@@ -192,6 +192,7 @@ impl Run<'_> {
         {
             let mut state = self.fetch.state.lock();
             let promote = promoting(&state, self.source);
+            state.unproven |= came > 0 && !self.attached.settings().sealed;
             for (page, _) in verdicts.iter().enumerate().filter(|(_, verdict)| good(verdict)) {
                 state.good[self.first + page] = true;
                 state.offers[self.first + page] |= promote;

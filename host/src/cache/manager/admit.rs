@@ -363,7 +363,7 @@ impl CacheManager {
     /// What the backends have of pages that the fetch offers to the sources `offers`. A backend that was in use when storage was asked is
     /// not given them by its write policy: they are in storage already.
     fn marks(&self, state: &FetchState, offers: u64) -> StorageMarks {
-        let mut marks = StorageMarks::default();
+        let mut marks = StorageMarks { unproven: state.unproven, ..StorageMarks::default() };
         for view in &self.writes.views {
             let known = state.sources.iter().position(|source| Arc::ptr_eq(&source.attached, &view.attached));
             match known {

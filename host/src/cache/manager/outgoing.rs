@@ -93,6 +93,9 @@ impl View {
     /// Whether the backend is to be given the pages of a node that are on the host, by its write policy or because it is owed them.
     /// `draining` stands for the end, before which everything goes down that ever would.
     pub fn is_due(&self, node: &Node, default: WritePolicy, draining: bool) -> bool {
+        if node.unproven && self.attached.settings().sealed {
+            return false;
+        }
         node.owed & self.bit != 0
             || match self.attached.write_policy(default) {
                 WritePolicy::WriteThrough => true,

@@ -30,6 +30,8 @@ pub(crate) struct StorageMarks {
     pub settled: u64,
     /// Those that are to be given them whatever their write policy says.
     pub owed: u64,
+    /// Nothing tells whether the pages are right.
+    pub unproven: bool,
 }
 
 /// What became of host pages that were inserted.
@@ -110,6 +112,7 @@ impl Tree {
             let node = self.add_leaf(parent, span, Vec::new(), adopted);
             self.nodes[node as usize].settled = marks.settled;
             self.nodes[node as usize].owed = marks.owed;
+            self.nodes[node as usize].unproven |= marks.unproven;
             self.touch(node);
             return InsertedHost { node: Some(node), rejected, orphaned: false };
         }
@@ -124,6 +127,7 @@ impl Tree {
         let mut node = Node::new(parent, start, span);
         node.device = device;
         node.host = host;
+        node.unproven = self.node(parent).unproven;
         let id = self.add(node);
         self.link(id);
         if start == 0

@@ -43,6 +43,9 @@ pub(crate) struct Node {
     pub settled: u64,
     /// Backends, as bits, that are to be given the pages whatever their write policy says.
     pub owed: u64,
+    /// Pages of it, or before it, came from a store whose pages carry no seal: nothing tells whether they are right, so no store that
+    /// relies on seals is given any of them.
+    pub unproven: bool,
     /// Requests and operations that hold this node or one below it.
     pub locks: u32,
     /// Times it was used.
@@ -73,6 +76,7 @@ impl Node {
             storing: 0,
             settled: 0,
             owed: 0,
+            unproven: false,
             locks: 0,
             hits: 0,
             last_used: 0,

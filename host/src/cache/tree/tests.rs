@@ -3,7 +3,7 @@
 use super::insert::InsertedDevice;
 use super::*;
 
-const STORED: StorageMarks = StorageMarks { settled: 1, owed: 0 };
+const STORED: StorageMarks = StorageMarks { settled: 1, owed: 0, unproven: false };
 
 const PAGE: usize = 4;
 

@@ -77,6 +77,7 @@ impl Tree {
         first.storing = node.storing;
         first.settled = node.settled;
         first.owed = node.owed;
+        first.unproven = node.unproven;
         first.locks = node.locks;
         first.hits = node.hits;
         first.last_used = node.last_used;
@@ -109,6 +110,7 @@ impl Tree {
                 && parent.host.is_empty() == node.host.is_empty()
                 && parent.settled == node.settled
                 && parent.owed == node.owed
+                && parent.unproven == node.unproven
                 && quiet(parent)
                 && quiet(node)
                 && self.len(above) + self.len(id) <= MERGED_PAGES;

@@ -79,6 +79,30 @@ fn pages_of_a_foreign_key_scheme_are_taken_as_they_are() {
     rig.check();
 }
 
+/// Nor is what was computed on top of them: a wrong page makes all after it wrong.
+#[test]
+fn pages_that_nothing_proves_were_sealed_and_stored_elsewhere() {
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let (foreign, own) = (filled(&prompt), Store::default());
+    let mut rig = Rig::new(64, CacheConfig { identity: [7; 32], ..config(64) });
+    let promoting = |backend: &mut FakeBackend| backend.settings.promote = true;
+    rig.attach("own", &own, promoting);
+    rig.attach("foreign", &foreign, |backend| backend.settings.sealed = false);
+    let longer = tokens(1, 14 * PAGE + 1);
+    assert_eq!(rig.run(&longer).from_storage, 10 * PAGE);
+    rig.settle();
+    assert!(own.lock().is_empty(), "{} pages", own.lock().len());
+    assert_eq!(foreign.lock().len(), 14, "whoever names pages that way gets the rest");
+    rig.attach("later", &own, promoting);
+    rig.run(&longer);
+    rig.settle();
+    assert!(own.lock().is_empty());
+    rig.run(&tokens(2, 3 * PAGE + 1));
+    rig.settle();
+    assert_eq!(own.lock().len(), 3, "what was computed from the start is proven");
+    rig.check();
+}
+
 #[test]
 fn a_corrupt_page_that_cannot_be_removed_is_treated_as_missing() {
     let prompt = tokens(1, 10 * PAGE + 1);
