@@ -19,6 +19,7 @@
 mod common;
 
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use common::*;
 use kvdock_plugin_api::mock::{MockHost, MockLinker, MockPool, Options, Part, PoolSpec, Query, identity, key};
@@ -195,10 +196,11 @@ fn u09_offloads_complete_in_order_and_coalesced_ones_share_a_verdict() {
         let (kv, large) = (layered(0, "kv", &[0, 1, 2]), MockPool::new(PoolSpec::bytes(1, "large", 1, &[17 * 4096])));
         let (_dir, _host, store) = attach(more, &[&kv, &large]);
         let linker = store.linker().unwrap();
-        // The first one waits for its pages, so that the others queue up behind it.
+        // The first one waits for its pages, so that the others queue up behind it; its deadline keeps them from being joined with it.
         let flag: &'static AtomicU32 = Box::leak(Box::new(AtomicU32::new(0)));
         let wait = (ReadyKind::HostFlag as u32, std::ptr::from_ref(flag) as u64);
-        linker.offload(&Options::default(), 9, &[part(&kv, &[9], 0)], &[wait]).unwrap();
+        let alone = Options { deadline: Some(Duration::from_secs(600)), ..Options::default() };
+        linker.offload(&alone, 9, &[part(&kv, &[9], 0)], &[wait]).unwrap();
         linker.offload(&Options::default(), 1, &[part(&kv, &[1], 0)], &[NOW]).unwrap();
         linker.offload(&Options::default(), 2, &[part(&large, &[2], 0)], &[NOW]).unwrap();
         linker.offload(&Options::default(), 3, &[part(&kv, &[3], 0)], &[NOW]).unwrap();
