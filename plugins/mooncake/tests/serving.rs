@@ -190,6 +190,28 @@ fn handshakes_are_answered_and_what_is_none_is_dropped() {
     assert_eq!(handshake::ask("127.0.0.1", port, &limit()).unwrap().tcp_data_port, segment.server.data_port());
 }
 
+/// It sent on after its handshake, and the thread that served it did nothing else, not even end.
+#[test]
+fn a_peer_that_never_stopped_sending_kept_a_thread_for_itself() {
+    let segment = Segment::new(2);
+    let port = segment.server.handshake_port();
+    let floods: Vec<_> = (0..4)
+        .map(|_| {
+            std::thread::spawn(move || {
+                let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                stream.write_all(&[3, 0, 0, 0, 0, 0, 0, 0, 1, b'{', b'}']).unwrap();
+                while stream.write_all(&[0; 1 << 16]).is_ok() {}
+            })
+        })
+        .collect();
+    let limit = Limit::within(Duration::from_secs(60));
+    assert_eq!(handshake::ask("127.0.0.1", port, &limit).unwrap().tcp_data_port, segment.server.data_port());
+    // Waits for the threads, and ends the floods with their connections.
+    segment.server.stop(Duration::from_millis(50));
+    drop(segment);
+    floods.into_iter().for_each(|flood| flood.join().unwrap());
+}
+
 #[test]
 fn no_bytes_from_peers_end_the_service() {
     let segment = Segment::new(2);

@@ -19,8 +19,10 @@ use super::memory::Memory;
 use super::session::{DataSession, HandshakeSession, Wants};
 use crate::metadata::{Descriptor, handshake};
 
-/// Most connections at a time. Official peers hold four each.
+/// Most connections at a time, where the process may have as many files open. Official peers hold four each.
 const MOST_SESSIONS: usize = 16_384;
+/// What part of the files that the process may have open goes to connections at most: the others are needed to serve at all.
+const PART_OF_FILES: u64 = 2;
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long after a failing `accept` (no descriptors are left) the next one is tried.
@@ -73,6 +75,7 @@ struct Shared {
     figures: Figures,
     stop: AtomicBool,
     sessions: AtomicUsize,
+    most_sessions: usize,
     busy: AtomicUsize,
 }
 
@@ -119,6 +122,7 @@ impl Server {
             figures: Figures::default(),
             stop: AtomicBool::new(false),
             sessions: AtomicUsize::new(0),
+            most_sessions: most_sessions(),
             busy: AtomicUsize::new(0),
         });
         let mut server = Server { shared, wakes: Vec::new(), threads: Mutex::default() };
@@ -270,7 +274,7 @@ impl Worker {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(_) => return std::thread::sleep(ACCEPT_PAUSE),
             };
-            if self.shared.sessions.load(Ordering::Relaxed) >= MOST_SESSIONS {
+            if self.shared.sessions.load(Ordering::Relaxed) >= self.shared.most_sessions {
                 continue;
             }
             let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
@@ -343,4 +347,10 @@ impl Worker {
             self.sessions.iter().filter(|(_, session)| slow(session)).map(|(number, _)| *number).collect();
         numbers.into_iter().for_each(|number| self.close(number));
     }
+}
+
+/// How many connections are let in, by the limit of open files.
+fn most_sessions() -> usize {
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(files / PART_OF_FILES).unwrap_or(MOST_SESSIONS).min(MOST_SESSIONS)
 }

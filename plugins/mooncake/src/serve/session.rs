@@ -192,10 +192,11 @@ impl HandshakeSession {
                 let rest = bytes.get(*at..).unwrap_or_default();
                 if rest.is_empty() {
                     // The peer reads to the end of the stream, and closes.
-                    let mut drain = [0; 64];
+                    let mut drain = [0; 4096];
                     match stream.read(&mut drain) {
                         Ok(0) => return Ok(Wants::Close),
-                        Ok(_) => continue,
+                        // Others have their turn: a peer that goes on sending must not keep this thread.
+                        Ok(_) => return Ok(Wants::Input),
                         Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Wants::Input),
                         Err(error) => return Err(error),
