@@ -246,6 +246,11 @@ impl Other {
     pub fn signal(&self, signal: i32) {
         // SAFETY: a child that has not been waited for.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+        // A stop takes a moment to reach all threads.
+        let stat = format!("/proc/{}/stat", self.child.id());
+        while signal == libc::SIGSTOP && !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
     }
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
