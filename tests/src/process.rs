@@ -1,8 +1,10 @@
 //! A process seen from outside, through `/proc`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 /// What a process holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,13 +51,27 @@ impl Look {
     }
 }
 
+/// Stops a process where it is, and waits until each of its threads has stopped: until then some of them still serve.
+pub fn stand_still(process: Pid) {
+    kill_process(process, Signal::STOP).expect("the process is ours");
+    let stopped = |task: PathBuf| {
+        let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_none_or(|rest| rest.starts_with(['T', 't']))
+    };
+    let began = Instant::now();
+    while !entries(process.as_raw_nonzero().get().unsigned_abs(), "task").into_iter().all(stopped) {
+        assert!(began.elapsed() < Duration::from_secs(60), "the process does not stand still");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// What there is more of than before: name, then, now.
 fn grown(before: &BTreeMap<String, usize>, now: &BTreeMap<String, usize>) -> Vec<(String, usize, usize)> {
     let count = |name: &String| before.get(name).copied().unwrap_or_default();
     now.iter().filter(|(name, n)| **n > count(name)).map(|(name, n)| (name.clone(), count(name), *n)).collect()
 }
 
-fn entries(pid: u32, folder: &str) -> Vec<std::path::PathBuf> {
+fn entries(pid: u32, folder: &str) -> Vec<PathBuf> {
     let folder = Path::new("/proc").join(pid.to_string()).join(folder);
     std::fs::read_dir(folder).expect("the process runs").flatten().map(|entry| entry.path()).collect()
 }

@@ -143,11 +143,11 @@ fn a_peer_that_stands_still_costs_the_time_of_the_call_and_no_more() {
         let mut side = Side::new(folder, Config::default());
         let data = pattern(3, 1 << 20);
         assert_eq!(side.write(0, &data), Outcome::Moved);
-        side.peer.signal(libc::SIGSTOP);
+        side.peer.stand_still();
         let jobs = side.whole(0, data.len());
         let outcome = side.transfer(Operation::Write, &jobs, Duration::from_millis(300));
         assert_eq!(outcome, [Outcome::Stopped { stop: Stop::TimedOut, in_doubt: true }]);
-        side.peer.signal(libc::SIGCONT);
+        side.peer.go_on();
         within(30, || side.write(0, &data) == Outcome::Moved);
     });
 }

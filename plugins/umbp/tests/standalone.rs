@@ -168,12 +168,12 @@ fn h15_a_server_that_stands_still_keeps_no_question_waiting_for_ever() {
     let server = Server::start(64 << 20);
     let bench = Bench::new(&server.config(), pool(4, 8192));
     bench.store(&[1]);
-    server.signal(rustix::process::Signal::STOP);
+    server.stand_still();
     let options = Options { deadline: Some(Duration::from_millis(500)), ..Options::default() };
     let query = kvdock_plugin_api::mock::Query::of(&bench.pool);
     let error = bench.store.exists(&options, &keys(&[1]), &[query]).map(|_| ()).unwrap_err();
     assert_eq!(error.kind, ErrorKind::TimedOut);
-    server.signal(rustix::process::Signal::CONT);
+    server.go_on();
     wait_for("it answers again", || bench.count(&[1]) == 1);
 }
 

@@ -3,12 +3,12 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::{Master, Mode, Process, command};
+use crate::process::stand_still;
 
 /// The official client in a process of its own, with a segment or without.
 #[derive(Debug)]
@@ -170,27 +170,12 @@ impl Official {
 
     /// Stops the process where it is; its sockets stay open.
     pub fn stand_still(&self) {
-        self.signal(Signal::STOP);
-        // Each thread of it stops when it is its turn; until then it still serves.
-        let stopped = |task: &Path| {
-            let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
-            stat.rsplit(") ").next().is_none_or(|rest| rest.starts_with(['T', 't']))
-        };
-        let began = Instant::now();
-        let tasks = || std::fs::read_dir(format!("/proc/{}/task", self.pid())).expect("the process runs");
-        while !tasks().flatten().all(|task| stopped(&task.path())) {
-            assert!(began.elapsed() < Duration::from_secs(60), "the process does not stand still");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        stand_still(Pid::from_child(&self.process.0));
     }
 
     /// Lets it go on.
     pub fn go_on(&self) {
-        self.signal(Signal::CONT);
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.process.0), signal).expect("the process is ours");
+        kill_process(Pid::from_child(&self.process.0), Signal::CONT).expect("the process is ours");
     }
 
     /// Ends it as kill -9 does.

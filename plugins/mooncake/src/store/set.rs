@@ -214,7 +214,7 @@ impl Store {
                     Round::PeerFailed(why) | Round::Failed(why) => {
                         (PageStatus::Failed, Some(Error::new(ErrorKind::Unavailable, why).retryable()))
                     }
-                    Round::Stopped => (PageStatus::Failed, (commit == Commit::Together).then(|| over(limit))),
+                    Round::Stopped => (PageStatus::Failed, Some(over(limit))),
                 };
                 item.finish(status);
                 if progress.error.is_none() {
@@ -239,9 +239,7 @@ impl Store {
                 std::thread::sleep((*pause).min(limit.left().unwrap_or_default()));
                 if limit.left().is_err() {
                     open.iter().for_each(|item| item.finish(PageStatus::Failed));
-                    if commit == Commit::Together {
-                        progress.error.get_or_insert(over(limit));
-                    }
+                    progress.error.get_or_insert_with(|| over(limit));
                     return;
                 }
             }

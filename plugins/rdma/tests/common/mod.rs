@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use kvdock_rdma::{
     Config, Description, Exchange, Job, Operation, Outcome, Peer, Registration, RemoteBuffer, Stop, Transport,
 };
+use kvdock_tests::process::stand_still;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// Bytes that each side registers.
@@ -243,14 +245,13 @@ impl Other {
     pub fn process(&self) -> u32 {
         self.child.id()
     }
-    pub fn signal(&self, signal: i32) {
-        // SAFETY: a child that has not been waited for.
-        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
-        // A stop takes a moment to reach all threads.
-        let stat = format!("/proc/{}/stat", self.child.id());
-        while signal == libc::SIGSTOP && !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+    /// Stops the process where it is; its connections stay.
+    pub fn stand_still(&self) {
+        stand_still(Pid::from_child(&self.child));
+    }
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        kill_process(Pid::from_child(&self.child), Signal::CONT).unwrap();
     }
     pub fn kill(&mut self) {
         self.child.kill().unwrap();

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kvdock_tests::process::stand_still;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -86,8 +87,13 @@ impl Server {
         self.wait();
     }
 
-    pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    /// Stops the process where it is; its sockets stay open.
+    pub fn stand_still(&self) {
+        stand_still(Pid::from_child(&self.child));
+    }
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        kill_process(Pid::from_child(&self.child), Signal::CONT).unwrap();
     }
 }
 
