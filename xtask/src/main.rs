@@ -2,6 +2,7 @@
 
 mod bench;
 mod check;
+mod cuda;
 mod model;
 mod mooncake;
 mod paths;
@@ -41,6 +42,8 @@ enum Command {
     Mooncake(mooncake::Action),
     /// Write small checkpoints of every model family.
     TinyModels(tiny_models::Options),
+    /// Compile every CUDA kernel for the served architectures, without a GPU, and print what each takes.
+    CudaCompile(cuda::Options),
     /// Measure kvdock beside its peers and the machine's limits, in one run.
     Bench(bench::Options),
 }
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Command::Soak(options) => soak::run(&options),
         Command::Mooncake(action) => mooncake::act(&action),
         Command::TinyModels(options) => tiny_models::write(&options),
+        Command::CudaCompile(options) => cuda::run(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match outcome {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::process::{Stages, cargo, run as run_command, show};
-use crate::{model, mooncake, setup, umbp};
+use crate::{cuda, model, mooncake, setup, umbp};
 
 /// Options of `test`.
 #[derive(Args)]
@@ -31,7 +31,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     Ok(if closing.succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Installs what the tests need, and fetches the model.
+/// Installs what the tests need, fetches the model, and compiles the CUDA kernels.
 pub fn set_up(stages: &mut Stages) -> Result<()> {
     stages.stage("tools", || setup::ensure(&[setup::CC, setup::CXX, setup::MAKE, setup::PIP]))?;
     stages.stage("model", model::fetch)?;
@@ -40,6 +40,11 @@ pub fn set_up(stages: &mut Stages) -> Result<()> {
         eprintln!(
             "warning: the real Mooncake services and etcd can't be had, the tests that need them will fail: {error:#}"
         );
+    }
+    match stages.stage("nvrtc", cuda::fetch) {
+        // What does not compile is an error; that the compiler can't be had is none, as nothing else needs it.
+        Ok(libraries) => stages.stage("cuda-compile", || cuda::check(&libraries))?,
+        Err(error) => eprintln!("warning: NVRTC can't be had, the CUDA kernels are not compiled: {error:#}"),
     }
     if let Err(error) = stages.stage("umbp", umbp::fetch) {
         eprintln!("warning: the real UMBP services can't be had, the tests that need them will fail: {error:#}");
