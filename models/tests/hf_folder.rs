@@ -69,6 +69,22 @@ fn stop_ids_come_from_every_file_that_has_some() {
 }
 
 #[test]
+fn the_end_of_a_message_does_not_end_a_turn_of_several() {
+    let dir = folder();
+    change(dir.path(), "tokenizer.json", |file| {
+        file["added_tokens"][0]["content"] = json!("<|end|>");
+        file["added_tokens"][1]["content"] = json!("<|return|>");
+        file["added_tokens"][1]["special"] = json!(true);
+    });
+    let template = |text: &str| {
+        change(dir.path(), "tokenizer_config.json", |file| file["chat_template"] = json!(text));
+        load(&dir).spec().eos.clone()
+    };
+    assert_eq!(template("<|user|>{{ messages[0].content }}<|end|>"), [256]);
+    assert_eq!(template("<|start|>user<|message|>{{ messages[0].content }}<|end|>{{ '<|return|>' }}"), [257]);
+}
+
+#[test]
 fn sampling_values_come_from_the_generation_config() {
     let dir = folder();
     assert_eq!(load(&dir).spec().generation, GenerationDefaults::default());
