@@ -58,6 +58,14 @@ pub struct PooledChunk<'a> {
     pub save: &'a [StateSave],
 }
 
+impl<'a> From<SeqChunk<'a>> for PooledChunk<'a> {
+    /// The chunk for a model whose pools are all addressed by the table of all tokens.
+    fn from(seq: SeqChunk<'a>) -> Self {
+        let SeqChunk { tokens, start, pages, logits } = seq;
+        Self { tokens, start, logits, pages, window: &[], slot: None, save: &[] }
+    }
+}
+
 /// As [`Batch`], over several pools.
 #[derive(Debug, Clone, Copy)]
 pub struct PooledBatch<'a> {

@@ -2,10 +2,10 @@
 
 use kvdock_kernels::{Buf, Device, Projection, SeqSpan, Weight};
 
-use crate::{ModelError, ModelSpec, NO_PAGE, PageSource, PoolSet, PooledBatch, PooledChunk, Want};
+use crate::{ModelError, ModelSpec, NO_PAGE, PageSource, PoolDecl, PoolSet, PooledChunk, Want};
 
 /// Rows of logits computed at a time: bounds the buffer, changes no bit.
-const HEAD_ROWS: usize = 64;
+pub(crate) const HEAD_ROWS: usize = 64;
 
 /// One sequence of a step.
 pub(crate) struct Seq<'a> {
@@ -42,9 +42,9 @@ pub(crate) struct Rules<'a> {
 }
 
 impl<'a> Step<'a> {
-    pub(crate) fn check(batch: &PooledBatch<'a>, rules: &Rules<'_>) -> Result<Self, ModelError> {
-        let mut step = Step { ids: Vec::new(), seqs: Vec::with_capacity(batch.seqs.len()), wanted: Vec::new() };
-        for (index, chunk) in batch.seqs.iter().enumerate() {
+    pub(crate) fn check(chunks: &[PooledChunk<'a>], rules: &Rules<'_>) -> Result<Self, ModelError> {
+        let mut step = Step { ids: Vec::new(), seqs: Vec::with_capacity(chunks.len()), wanted: Vec::new() };
+        for (index, chunk) in chunks.iter().enumerate() {
             check_chunk(chunk, rules).map_err(|why| ModelError::Batch(format!("sequence {index}: {why}")))?;
             let first = step.ids.len();
             step.ids.extend_from_slice(chunk.tokens);
@@ -56,7 +56,7 @@ impl<'a> Step<'a> {
             };
             step.wanted.extend((first + from) as u32..(first + chunk.tokens.len()) as u32);
         }
-        rules.check_writers(batch)?;
+        rules.check_writers(chunks)?;
         Ok(step)
     }
 
@@ -82,13 +82,21 @@ impl<'a> Step<'a> {
     }
 }
 
+/// Pools are those of the declarations, or no pass runs over them.
+pub(crate) fn check_pools(declared: &[PoolDecl], pools: &PoolSet) -> Result<(), ModelError> {
+    if declared == pools.decls() {
+        return Ok(());
+    }
+    Err(ModelError::Batch("the pools are not those that the model declares".to_owned()))
+}
+
 impl Rules<'_> {
     fn uses(&self, source: PageSource) -> bool {
         self.pools.is_some_and(|pools| pools.decls().iter().any(|decl| decl.source == source))
     }
 
     /// Two writers of a page or a slot would overwrite each other's tokens.
-    fn check_writers(&self, batch: &PooledBatch<'_>) -> Result<(), ModelError> {
+    fn check_writers(&self, chunks: &[PooledChunk<'_>]) -> Result<(), ModelError> {
         let written = |chunk: &PooledChunk<'_>, table: &[u32]| {
             let first = chunk.start as usize / self.page_tokens;
             let end = (chunk.start as usize + chunk.tokens.len()).div_ceil(self.page_tokens);
@@ -98,8 +106,7 @@ impl Rules<'_> {
             if !self.uses(source) {
                 continue;
             }
-            let mut all: Vec<u32> = batch
-                .seqs
+            let mut all: Vec<u32> = chunks
                 .iter()
                 .flat_map(|chunk| match source {
                     PageSource::Anchor => written(chunk, chunk.pages),

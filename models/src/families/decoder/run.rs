@@ -8,7 +8,7 @@ use super::delta::DeltaNet;
 use super::gqa::Heads;
 use super::mla::Latent;
 use crate::families::blocks::moe::{Mlp, Moe};
-use crate::families::blocks::step::{Head, Rules, Step};
+use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::{
     Batch, KvGeometry, LayerHooks, Logits, Model, ModelError, ModelSpec, PageSource, PoolMemory, PoolSet, PooledBatch,
     PooledChunk,
@@ -150,7 +150,7 @@ impl Decoder {
             Memory::Many(set) => (set.sizes().page_tokens, Some(*set)),
         };
         let rules = Rules { spec: &self.spec, page_tokens, pools, window: self.net.window };
-        let step = Step::check(batch, &rules)?;
+        let step = Step::check(batch.seqs, &rules)?;
         let out = logits.reset(step.wanted.len(), self.spec.vocab_size);
         if step.ids.is_empty() {
             return Ok(());
@@ -204,19 +204,7 @@ impl Model for Decoder {
     ) -> Result<(), ModelError> {
         let kv = self.spec.one_pool().map_err(ModelError::Batch)?;
         self.check_pool(pool, kv)?;
-        let seqs: Vec<PooledChunk<'_>> = batch
-            .seqs
-            .iter()
-            .map(|seq| PooledChunk {
-                tokens: seq.tokens,
-                start: seq.start,
-                logits: seq.logits,
-                pages: seq.pages,
-                window: &[],
-                slot: None,
-                save: &[],
-            })
-            .collect();
+        let seqs: Vec<PooledChunk<'_>> = batch.seqs.iter().map(|seq| PooledChunk::from(*seq)).collect();
         self.run(&PooledBatch { seqs: &seqs }, Memory::One(pool), hooks, logits)
     }
 
@@ -227,9 +215,7 @@ impl Model for Decoder {
         hooks: &dyn LayerHooks,
         logits: &mut Logits,
     ) -> Result<(), ModelError> {
-        if self.spec.pools != pools.decls() {
-            return Err(ModelError::Batch("the pools are not those that the model declares".to_owned()));
-        }
+        check_pools(&self.spec.pools, pools)?;
         self.run(batch, Memory::Many(pools), hooks, logits)
     }
 }

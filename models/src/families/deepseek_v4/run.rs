@@ -8,7 +8,7 @@ use kvdock_kernels::{Buf, Device, KvPool, Weight};
 use super::attention::Attention;
 use super::hyper::{Hyper, HyperHead, STREAMS};
 use crate::families::blocks::moe::Moe;
-use crate::families::blocks::step::{Head, Rules, Step};
+use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::families::blocks::{Linear, to_host};
 use crate::{Batch, DraftPass, LayerHooks, Logits, Model, ModelError, ModelSpec, NoHooks, PoolSet, PooledBatch};
 
@@ -94,7 +94,7 @@ impl DeepseekV4 {
     fn check<'a>(&self, batch: &PooledBatch<'a>, pools: &PoolSet) -> Result<Step<'a>, ModelError> {
         let page_tokens = pools.sizes().page_tokens;
         let rules = Rules { spec: &self.spec, page_tokens, pools: Some(pools), window: self.net.window };
-        Step::check(batch, &rules)
+        Step::check(batch.seqs, &rules)
     }
 
     /// The streams of all rows behind the last layer.
@@ -190,9 +190,7 @@ impl Model for DeepseekV4 {
         hooks: &dyn LayerHooks,
         logits: &mut Logits,
     ) -> Result<(), ModelError> {
-        if self.spec.pools != pools.decls() {
-            return Err(ModelError::Batch("the pools are not those that the model declares".to_owned()));
-        }
+        check_pools(&self.spec.pools, pools)?;
         let step = self.check(batch, pools)?;
         let streams = self.streams(&step, pools, hooks)?;
         self.logits((&self.net.mix, &self.net.norm), &streams, &step.wanted, logits)
@@ -208,9 +206,8 @@ impl Model for DeepseekV4 {
         let Some(layer) = self.net.drafts.first() else {
             return Err(ModelError::Batch("this checkpoint has no layer that predicts further tokens".to_owned()));
         };
-        if self.spec.pools != pools.decls() || self.spec.draft_pools != draft.pools.decls() {
-            return Err(ModelError::Batch("the pools are not those that the model declares".to_owned()));
-        }
+        check_pools(&self.spec.pools, pools)?;
+        check_pools(&self.spec.draft_pools, draft.pools)?;
         let step = self.check(batch, pools)?;
         self.check(batch, draft.pools)?;
         if draft.next.len() != step.rows() {

@@ -5,9 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use kvdock_kernels::{AttentionSpec, Buf, Device, KvPool, KvSpec, Plan, Projection, SeqSpan};
 
 use super::config::Config;
-use super::weights::{Layer, Linear, Weights};
-use super::workspace::{HEAD_ROWS, Workspace};
-use crate::{Batch, LayerHooks, Logits, Model, ModelError, ModelSpec, Want};
+use super::weights::{Layer, Weights};
+use super::workspace::Workspace;
+use crate::families::blocks::Linear;
+use crate::families::blocks::step::{HEAD_ROWS, Rules, Step};
+use crate::{Batch, LayerHooks, Logits, Model, ModelError, ModelSpec, PooledChunk, Want};
 
 /// Work buffers kept for the next pass; more passes at a time make their own.
 const KEPT_WORKSPACES: usize = 4;
@@ -279,47 +281,27 @@ impl<'a> Input<'a> {
                 kv.head_dim_v
             )));
         }
-        let mut input = Input {
-            ids: Vec::new(),
-            spans: Vec::with_capacity(batch.seqs.len()),
-            wanted: Vec::new(),
-            wanted_spans: Vec::new(),
+        let seqs: Vec<PooledChunk<'a>> = batch.seqs.iter().map(|seq| PooledChunk::from(*seq)).collect();
+        let rules = Rules { spec, page_tokens: pool.page_tokens, pools: None, window: 0 };
+        let Step { ids, seqs, wanted } = Step::check(&seqs, &rules)?;
+        let span = |chunk: &PooledChunk<'a>| SeqSpan {
+            start: chunk.start,
+            len: chunk.tokens.len() as u32,
+            pages: chunk.pages,
         };
-        for (index, seq) in batch.seqs.iter().enumerate() {
-            let fail = |why: String| Err(ModelError::Batch(format!("sequence {index}: {why}")));
-            if seq.tokens.is_empty() {
-                return fail("no tokens".to_owned());
+        let wanted_span = |chunk: &PooledChunk<'a>| {
+            let whole = span(chunk);
+            match chunk.logits {
+                Want::None => None,
+                Want::Last => Some(SeqSpan { start: whole.start + whole.len - 1, len: 1, ..whole }),
+                Want::All => Some(whole),
             }
-            let end = seq.start as usize + seq.tokens.len();
-            if end > spec.context_length {
-                return fail(format!(
-                    "it would be {end} tokens long, the model's context holds {}",
-                    spec.context_length
-                ));
-            }
-            if seq.pages.len() < end.div_ceil(pool.page_tokens) {
-                return fail(format!(
-                    "{} pages of {} tokens do not hold {end} tokens",
-                    seq.pages.len(),
-                    pool.page_tokens
-                ));
-            }
-            if let Some(id) = seq.tokens.iter().find(|id| **id as usize >= spec.vocab_size) {
-                return fail(format!("token {id} is not below the vocabulary's size, {}", spec.vocab_size));
-            }
-            let first = input.ids.len() as u32;
-            let len = seq.tokens.len() as u32;
-            input.ids.extend_from_slice(seq.tokens);
-            let span = SeqSpan { start: seq.start, len, pages: seq.pages };
-            input.spans.push(span);
-            let from = match seq.logits {
-                Want::None => continue,
-                Want::Last => len - 1,
-                Want::All => 0,
-            };
-            input.wanted.extend(first + from..first + len);
-            input.wanted_spans.push(SeqSpan { start: seq.start + from, len: len - from, ..span });
-        }
-        Ok(input)
+        };
+        Ok(Self {
+            ids,
+            wanted,
+            spans: seqs.iter().map(|seq| span(&seq.chunk)).collect(),
+            wanted_spans: seqs.iter().filter_map(|seq| wanted_span(&seq.chunk)).collect(),
+        })
     }
 }

@@ -6,13 +6,8 @@ use super::config::{Config, Variant};
 use crate::ModelError;
 use crate::checkpoint::Checkpoint;
 use crate::families::Build;
+use crate::families::blocks::Linear;
 use crate::weights::RawTensor;
-
-/// A matrix and, where the model has one, its bias.
-pub(super) struct Linear {
-    pub(super) weight: Weight,
-    pub(super) bias: Option<Buf>,
-}
 
 pub(super) struct Layer {
     pub(super) attention_norm: Buf,

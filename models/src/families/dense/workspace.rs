@@ -3,9 +3,7 @@
 use kvdock_kernels::{Buf, Device, KernelError};
 
 use super::config::Config;
-
-/// Rows of logits computed at a time: bounds the buffer, changes no bit.
-pub(super) const HEAD_ROWS: usize = 64;
+use crate::families::blocks::step::HEAD_ROWS;
 
 /// Buffers for up to `rows` rows.
 pub(super) struct Workspace {
