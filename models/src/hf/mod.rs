@@ -194,10 +194,12 @@ impl HfFolder {
         }
     }
 
-    /// The token ids under `key` (an id or a list) in `generation_config.json`, and in `config.json`.
+    /// The token ids under `key` (an id or a list) in `generation_config.json`, and in `config.json` and the section of
+    /// its text part.
     pub(crate) fn token_ids(&self, key: &str) -> Result<Vec<u32>, ModelError> {
         let mut ids = Vec::new();
-        for file in self.generation.iter().chain([&self.config]) {
+        let text = self.config.section("text_config");
+        for file in self.generation.iter().chain([&self.config]).chain(&text) {
             let found = file.optional(key, "a token id or a list of token ids", |value| {
                 let one = |value: &serde_json::Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
                 match value.as_array() {

@@ -70,17 +70,40 @@ impl Fixture {
     /// # Errors
     /// When a file cannot be written.
     pub fn write(&self, dir: &Path) -> io::Result<()> {
+        self.write_shards(dir, 1)
+    }
+
+    /// As [`Fixture::write`], the tensors dealt out to `shards` files with an index when there are several: a weight
+    /// and its scales then lie in different files.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn write_shards(&self, dir: &Path, shards: usize) -> io::Result<()> {
         std::fs::create_dir_all(dir)?;
         let write = |file: &str, value: &Value| std::fs::write(dir.join(file), format!("{value:#}"));
         write("config.json", &self.config)?;
         write("tokenizer.json", &byte_tokenizer(256))?;
         write("tokenizer_config.json", &json!({ "tokenizer_class": "PreTrainedTokenizerFast" }))?;
-        let mut views = BTreeMap::new();
-        for tensor in &self.tensors {
-            let view = TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes).map_err(io::Error::other)?;
-            views.insert(tensor.name.as_str(), view);
+        let shards = shards.max(1);
+        let file = |shard: usize| match shards {
+            1 => "model.safetensors".to_owned(),
+            _ => format!("model-{:05}-of-{shards:05}.safetensors", shard + 1),
+        };
+        for shard in 0..shards {
+            let mut views = BTreeMap::new();
+            for tensor in self.tensors.iter().skip(shard).step_by(shards) {
+                let view =
+                    TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes).map_err(io::Error::other)?;
+                views.insert(tensor.name.as_str(), view);
+            }
+            safetensors::serialize_to_file(views, None, &dir.join(file(shard))).map_err(io::Error::other)?;
         }
-        safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).map_err(io::Error::other)
+        if shards == 1 {
+            return Ok(());
+        }
+        let place = |(index, tensor): (usize, &StoredBytes)| (tensor.name.clone(), Value::from(file(index % shards)));
+        let places: serde_json::Map<String, Value> = self.tensors.iter().enumerate().map(place).collect();
+        write("model.safetensors.index.json", &json!({ "metadata": {}, "weight_map": places }))
     }
 
     /// How many elements the tensors have, packed ones counted as stored.

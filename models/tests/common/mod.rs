@@ -1,6 +1,7 @@
 //! What the tests of this crate share.
 #![allow(dead_code)]
 
+pub mod header;
 pub mod pools;
 
 use std::path::Path;

@@ -3,7 +3,7 @@
 use kvdock_kernels::{RopeScaling, RopeSpec, RopeStyle};
 
 use crate::ModelError;
-use crate::families::dense::config::{EXTENT, NUMBER, extent, positive};
+use crate::families::dense::config::{EXTENT, MAX_ROTATED, NUMBER, extent, positive};
 use crate::families::dense::hf_rope;
 use crate::hf::JsonFile;
 
@@ -67,6 +67,54 @@ impl Keys<'_> {
         Err(self.0.key_error(key, &format!("an entry for each of {layers} layers"), format!("{}", list.len())))
     }
 
+    /// What the texts under `key` say of each of `layers` layers; `kinds` are the texts there may be. A kind that nobody
+    /// knows is no layer of another kind.
+    pub(crate) fn kinds<T: Copy>(
+        &self,
+        key: &str,
+        layers: usize,
+        kinds: &[(&str, T)],
+    ) -> Result<Option<Vec<T>>, ModelError> {
+        let Some(texts) = self.texts(key)? else {
+            return Ok(None);
+        };
+        self.one_each(key, &texts, layers)?;
+        let kind = |(layer, text): (usize, &str)| {
+            let known = kinds.iter().find(|(name, _)| *name == text);
+            known.map(|(_, kind)| *kind).ok_or_else(|| {
+                let names: Vec<&str> = kinds.iter().map(|(name, _)| *name).collect();
+                let expected = format!("one of {} for each layer", names.join(", "));
+                self.0.key_error(key, &expected, format!("{text:?} for layer {layer}"))
+            })
+        };
+        texts.into_iter().take(layers).enumerate().map(kind).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// A list of 0 and 1, one a layer.
+    pub(crate) fn switches(&self, key: &str, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
+        let list = self.0.optional(key, "a list of 0 and 1", |value| {
+            let switch = |entry: &serde_json::Value| entry.as_u64().filter(|n| *n <= 1).map(|n| n == 1);
+            value.as_array()?.iter().map(switch).collect::<Option<Vec<bool>>>()
+        })?;
+        let Some(mut list) = list else {
+            return Ok(None);
+        };
+        self.one_each(key, &list, layers)?;
+        list.truncate(layers);
+        Ok(Some(list))
+    }
+
+    /// The text under `key` is one of `known`, or there is none.
+    pub(crate) fn expect(&self, key: &str, known: &[&str]) -> Result<(), ModelError> {
+        match self.text(key)? {
+            Some(other) if !known.contains(&other) => {
+                let known: Vec<String> = known.iter().map(|name| format!("{name:?}")).collect();
+                Err(self.unsupported(format!("{key} {other:?} ({} is)", known.join(" or "))))
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn unsupported(&self, what: String) -> ModelError {
         ModelError::Unsupported { path: self.0.path().to_path_buf(), what }
     }
@@ -74,14 +122,6 @@ impl Keys<'_> {
     /// Sizes that do not fit together.
     pub(crate) fn inconsistent(&self, expected: String) -> ModelError {
         ModelError::Damaged { path: self.0.path().to_path_buf(), what: format!("expected {expected}") }
-    }
-
-    /// Only SiLU is computed.
-    pub(crate) fn expect_silu(&self) -> Result<(), ModelError> {
-        match self.text("hidden_act")? {
-            None | Some("silu") => Ok(()),
-            Some(other) => Err(self.unsupported(format!("hidden_act {other:?} (\"silu\" is)"))),
-        }
     }
 
     /// The elements of a head of `head_dim` that are rotated, `share` of them.
@@ -94,7 +134,8 @@ impl Keys<'_> {
             .inconsistent(format!("an even number of rotated dimensions, up to the head's {head_dim}, found {dim}")))
     }
 
-    /// The rotary embedding under the usual keys, for `dim` rotated elements of a head.
+    /// The rotary embedding under the usual keys, for `dim` rotated elements of a head. It serves as many positions as
+    /// the model has.
     pub(crate) fn rope(&self, style: RopeStyle, dim: usize) -> Result<RopeSpec, ModelError> {
         let positions = self.size("max_position_embeddings")?;
         let scaling = hf_rope::scaling(self.0, positions)?;
@@ -110,10 +151,15 @@ impl Keys<'_> {
         theta: f64,
         scaling: RopeScaling,
     ) -> Result<RopeSpec, ModelError> {
-        let max_positions = self.size("max_position_embeddings")?;
-        if dim < 2 || !dim.is_multiple_of(2) {
-            return Err(self.inconsistent(format!("an even number of rotated dimensions above 0, found {dim}")));
+        let max_positions = hf_rope::context(self.size("max_position_embeddings")?, &scaling);
+        if !(2..=MAX_ROTATED).contains(&dim) || !dim.is_multiple_of(2) {
+            let what = format!("an even number of rotated dimensions above 0, up to {MAX_ROTATED}, found {dim}");
+            return Err(self.inconsistent(what));
         }
-        Ok(RopeSpec { style, offset: 0, dim, theta, scaling, frequency_divisors: None, max_positions })
+        let spec = RopeSpec { style, offset: 0, dim, theta, scaling, frequency_divisors: None, max_positions };
+        match spec.frequencies() {
+            Ok(_) => Ok(spec),
+            Err(error) => Err(self.inconsistent(format!("settings that a rotary embedding can have: {error}"))),
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::narrow::{bf16_bytes, e4m3, e8m0, mxfp4};
 use crate::ModelError;
 use crate::checkpoint::Checkpoint;
 use crate::families::Build;
-use crate::hf::{HfFolder, StoredTensor};
+use crate::hf::{HfFolder, JsonFile, StoredTensor};
 
 /// Loads tensors by name and shape.
 pub(crate) struct Loader<'a> {
@@ -57,12 +57,27 @@ impl<'a> Loader<'a> {
         Ok(Self { build, folder, block })
     }
 
+    /// The folder's `config.json`.
+    pub(crate) fn config(&self) -> &'a JsonFile {
+        self.folder.config()
+    }
+
     pub(crate) fn device(&self) -> &dyn kvdock_kernels::Device {
         self.build.device.as_ref()
     }
 
     pub(crate) fn has(&self, name: &str) -> Result<bool, ModelError> {
         Ok(self.folder.stored(name)?.is_some())
+    }
+
+    /// Fails where the checkpoint has a tensor of a layer beyond its `layers`: a model that is cut short answers nonsense.
+    pub(crate) fn refuse_further_layer(&self, name: &str, layers: usize) -> Result<(), ModelError> {
+        match self.folder.stored(name)? {
+            Some(extra) => {
+                Err(extra.error(format!("{layers} layers by the model's configuration"), "a tensor of a further layer"))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The tensor `name`, which must be there in this shape.
@@ -159,18 +174,21 @@ impl<'a> Loader<'a> {
             }
             Dtype::I8 | Dtype::U8 => {
                 tensor.expect_shape(&[rows, cols / 2])?;
+                expect_whole_blocks(&tensor, cols)?;
                 let scales = self.required(&scale_name(name), &[rows, cols / 32])?;
-                if !cols.is_multiple_of(32) || !matches!(scales.dtype, Dtype::F8_E8M0 | Dtype::U8) {
-                    return Err(
-                        scales.error("a scale of type F8_E8M0 for each 32 columns", format!("{:?}", scales.dtype))
-                    );
+                if !matches!(scales.dtype, Dtype::F8_E8M0 | Dtype::U8) {
+                    return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
                 }
                 let mut values = Vec::with_capacity(rows * cols);
                 mxfp4(tensor.data, scales.data, &mut values);
                 self.build.uploaded(tensor.data.len() + scales.data.len());
                 Ok(Values { values, exact_in_bf16: true })
             }
-            dtype => Ok(Values { values: self.floats(name, &[rows, cols])?, exact_in_bf16: dtype == Dtype::BF16 }),
+            dtype => {
+                // A type that is none of these is what is wrong, before its shape.
+                tensor.plain()?;
+                Ok(Values { values: self.floats(name, &[rows, cols])?, exact_in_bf16: dtype == Dtype::BF16 })
+            }
         }
     }
 
@@ -240,8 +258,9 @@ impl<'a> Loader<'a> {
     ) -> Result<Values, ModelError> {
         let blocks = self.required(&format!("{name}_blocks"), &[count, rows, cols / 32, 16])?;
         let scales = self.required(&format!("{name}_scales"), &[count, rows, cols / 32])?;
-        if !cols.is_multiple_of(32) || blocks.dtype != Dtype::U8 || scales.dtype != Dtype::U8 {
-            return Err(blocks.error("blocks and scales of type U8 for each 32 columns", format!("{:?}", blocks.dtype)));
+        expect_whole_blocks(&blocks, cols)?;
+        if let Some(other) = [&blocks, &scales].into_iter().find(|tensor| tensor.dtype != Dtype::U8) {
+            return Err(other.error("type U8", format!("type {:?}", other.dtype)));
         }
         let (size, scale_size) = (blocks.data.len() / count, scales.data.len() / count);
         let mut values = Vec::with_capacity(rows * cols);
@@ -263,6 +282,14 @@ impl Values {
         let values = (0..cols).flat_map(|col| (0..rows).map(move |row| self.values[row * cols + col])).collect();
         Values { values, exact_in_bf16: self.exact_in_bf16 }
     }
+}
+
+/// Rows of four-bit values are whole blocks.
+fn expect_whole_blocks(tensor: &StoredTensor<'_>, cols: usize) -> Result<(), ModelError> {
+    if cols.is_multiple_of(32) {
+        return Ok(());
+    }
+    Err(tensor.error("rows of a multiple of 32 values by the model's configuration", format!("rows of {cols}")))
 }
 
 /// `X.scale` for `X.weight`.

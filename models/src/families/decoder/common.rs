@@ -19,22 +19,30 @@ pub(crate) struct Basics {
     pub(crate) vocab: usize,
     pub(crate) hidden: usize,
     pub(crate) layers: usize,
+    /// The longest sequence. A family whose rotary embedding is stretched sets what that one serves.
     pub(crate) context: usize,
+    /// Layers behind the others that predict further tokens; the checkpoint may have them, this crate's decoders do not.
+    pub(crate) predicting: usize,
     pub(crate) tied: bool,
 }
 
 impl Basics {
     pub(crate) fn read(keys: &Keys<'_>) -> Result<Self, ModelError> {
-        keys.expect_silu()?;
+        keys.expect("hidden_act", &["silu"])?;
         let layers = keys.size("num_hidden_layers")?;
         if layers > MAX_LAYERS {
             return Err(keys.inconsistent(format!("at most {MAX_LAYERS} layers, found {layers}")));
+        }
+        let predicting = keys.count_or("num_nextn_predict_layers", 0)?;
+        if predicting > MAX_LAYERS {
+            return Err(keys.inconsistent(format!("at most {MAX_LAYERS} predicting layers, found {predicting}")));
         }
         Ok(Self {
             vocab: keys.size("vocab_size")?,
             hidden: keys.size("hidden_size")?,
             layers,
             context: keys.size("max_position_embeddings")?,
+            predicting,
             tied: keys.flag_or("tie_word_embeddings", false)?,
         })
     }
@@ -90,6 +98,8 @@ impl Basics {
         window: usize,
     ) -> Result<Net, ModelError> {
         let norm = format!("{prefix}.norm.weight");
+        let further = format!("{prefix}.layers.{}.input_layernorm.weight", self.layers + self.predicting);
+        loader.refuse_further_layer(&further, self.layers)?;
         Ok(Net {
             embedding: loader.matrix(&format!("{prefix}.embed_tokens.weight"), self.vocab, self.hidden)?,
             layers: Vec::with_capacity(self.layers),

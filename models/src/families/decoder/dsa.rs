@@ -11,7 +11,7 @@ use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::Moe;
 use crate::families::dense::hf_rope;
-use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
 
 inventory::submit! {
@@ -54,11 +54,8 @@ struct Shared<'a> {
 
 fn build(input: &Build<'_>, index_style: RopeStyle) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["fp8"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
-    let keys = Keys(folder.config());
-    let basics = Basics::read(&keys)?;
+    let keys = Keys(loader.config());
+    let mut basics = Basics::read(&keys)?;
     let (hidden, layers) = (basics.hidden, basics.layers);
     let sizes = LatentSizes {
         heads: keys.size("num_attention_heads")?,
@@ -78,6 +75,7 @@ fn build(input: &Build<'_>, index_style: RopeStyle) -> Result<Parts, ModelError>
     }
     let eps = keys.number("rms_norm_eps")? as f32;
     let (rope, temperature) = rotary(&keys, sizes.rope)?;
+    basics.context = rope.max_positions;
     let index_style = match keys.0.get("indexer_rope_interleave") {
         None => index_style,
         Some(_) if keys.flag_or("indexer_rope_interleave", false)? => RopeStyle::Interleaved,
@@ -95,14 +93,12 @@ fn build(input: &Build<'_>, index_style: RopeStyle) -> Result<Parts, ModelError>
         bias: keys.flag_or("attention_bias", false)?,
     };
     let indexed = indexed_layers(&keys, layers)?;
-    let sparse = match keys.texts("mlp_layer_types")? {
-        Some(types) => {
-            keys.one_each("mlp_layer_types", &types, layers)?;
-            types.iter().map(|kind| *kind == "sparse").collect()
-        }
+    let sparse = match keys.kinds("mlp_layer_types", layers, &[("dense", false), ("sparse", true)])? {
+        Some(kinds) => kinds,
         None => {
             let dense = keys.count_or("first_k_dense_replace", 3)?;
-            (0..layers).map(|layer| layer >= dense).collect::<Vec<bool>>()
+            let step = keys.size_or("moe_layer_freq", 1)?;
+            (0..layers).map(|layer| layer >= dense && layer.is_multiple_of(step)).collect::<Vec<bool>>()
         }
     };
     let mut net = basics.net(&loader, "model", eps, false, 0)?;
@@ -151,32 +147,33 @@ fn pools(layers: usize, indexed: &[bool], sizes: LatentSizes, index: Index) -> V
 
 /// The rotary embedding, and the factor on scores that goes with its stretching.
 fn rotary(keys: &Keys<'_>, dim: usize) -> Result<(RopeSpec, f64), ModelError> {
-    let mut spec = keys.rope(RopeStyle::Interleaved, dim)?;
-    let mut temperature = 1.0;
-    if let RopeScaling::Yarn { factor, attention_factor, .. } = &mut spec.scaling {
-        let scale = |mscale: f64| if *factor > 1.0 { 0.1 * mscale * factor.ln() + 1.0 } else { 1.0 };
-        let all = hf_rope::number(keys.0, "mscale_all_dim")?;
-        if let (None, Some(one), Some(all)) = (*attention_factor, hf_rope::number(keys.0, "mscale")?, all) {
-            *attention_factor = Some(scale(one) / scale(all));
+    let spec = keys.rope(RopeStyle::Interleaved, dim)?;
+    let temperature = match spec.scaling {
+        RopeScaling::Yarn { factor, .. } => {
+            hf_rope::mscale(keys.0, "mscale_all_dim")?.map_or(1.0, |all| hf_rope::yarn_factor(factor, all).powi(2))
         }
-        temperature = all.map_or(1.0, |all| scale(all) * scale(all));
-    }
+        _ => 1.0,
+    };
     Ok((spec, temperature))
 }
 
 /// Which layers have an indexer; the others take what the one before them has picked.
 fn indexed_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    let indexed: Vec<bool> = if let Some(types) = keys.texts("indexer_types")? {
-        keys.one_each("indexer_types", &types, layers)?;
-        types.iter().take(layers).map(|kind| *kind == "full").collect()
-    } else if let Some(pattern) = keys.text("index_topk_pattern")? {
-        keys.one_each("index_topk_pattern", pattern.as_bytes(), layers)?;
-        pattern.bytes().take(layers).map(|kind| kind == b'F').collect()
-    } else {
-        let frequency = keys.size_or("index_topk_freq", 1)?;
-        let offset = keys.count_or("index_skip_topk_offset", 0)?;
-        (0..layers).map(|layer| (layer + 1).saturating_sub(offset).is_multiple_of(frequency)).collect()
-    };
+    let indexed: Vec<bool> =
+        if let Some(kinds) = keys.kinds("indexer_types", layers, &[("full", true), ("shared", false)])? {
+            kinds
+        } else if let Some(pattern) = keys.text("index_topk_pattern")? {
+            const KEY: &str = "index_topk_pattern";
+            keys.one_each(KEY, pattern.as_bytes(), layers)?;
+            if pattern.bytes().any(|kind| !b"FS".contains(&kind)) {
+                return Err(keys.0.key_error(KEY, "letters F (an indexer) and S (none)", format!("{pattern:?}")));
+            }
+            pattern.bytes().take(layers).map(|kind| kind == b'F').collect()
+        } else {
+            let frequency = keys.size_or("index_topk_freq", 1)?;
+            let offset = keys.count_or("index_skip_topk_offset", 0)?;
+            (0..layers).map(|layer| (layer + 1).saturating_sub(offset).is_multiple_of(frequency)).collect()
+        };
     if indexed.first() != Some(&true) {
         return Err(keys.inconsistent("an indexer in the first layer".to_owned()));
     }

@@ -11,7 +11,7 @@ use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::{Loader, Values};
 use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
-use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, KvGeometry, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
 
 inventory::submit! {
@@ -55,13 +55,23 @@ pub(super) fn window_pools(
     ]
 }
 
+/// Which layers have a window, by `layer_types`.
+pub(super) fn window_types(keys: &Keys<'_>, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
+    keys.kinds("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])
+}
+
+/// A pool without layers is none.
+pub(super) fn expect_both_kinds(keys: &Keys<'_>, windowed: &[bool]) -> Result<(), ModelError> {
+    if windowed.contains(&true) && windowed.contains(&false) {
+        return Ok(());
+    }
+    Err(keys.inconsistent("layers with a window and layers without".to_owned()))
+}
+
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["mxfp4"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
-    let keys = Keys(folder.config());
-    let basics = Basics::read(&keys)?;
+    let keys = Keys(loader.config());
+    let mut basics = Basics::read(&keys)?;
     let (hidden, layers) = (basics.hidden, basics.layers);
     let heads = keys.size("num_attention_heads")?;
     let kv_heads = keys.size_or("num_key_value_heads", heads)?;
@@ -70,17 +80,14 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let eps = keys.number("rms_norm_eps")? as f32;
     let bias = keys.flag_or("attention_bias", true)?;
     let window = keys.size("sliding_window")?;
-    let windowed: Vec<bool> = match keys.texts("layer_types")? {
-        Some(types) => {
-            keys.one_each("layer_types", &types, layers)?;
-            types.iter().take(layers).map(|kind| *kind == "sliding_attention").collect()
-        }
+    let windowed = match window_types(&keys, layers)? {
+        Some(windowed) => windowed,
         None => (0..layers).map(|layer| layer.is_multiple_of(2)).collect(),
     };
-    if windowed.iter().all(|windowed| *windowed) || !windowed.contains(&true) {
-        return Err(keys.inconsistent("layers with a window and layers without".to_owned()));
-    }
-    let rope = Arc::new(input.device.upload_rope(&keys.rope(RopeStyle::Half, head_dim)?)?);
+    expect_both_kinds(&keys, &windowed)?;
+    let rope = keys.rope(RopeStyle::Half, head_dim)?;
+    basics.context = rope.max_positions;
+    let rope = Arc::new(input.device.upload_rope(&rope)?);
     let mut net = basics.net(&loader, "model", eps, false, window - 1)?;
     let mut places = Places::new(2);
     for (index, windowed) in windowed.iter().enumerate() {

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use kvdock_kernels::{RopeScaling, RopeStyle};
 
 use super::common::{Basics, Places, experts, mlp};
-use super::gpt_oss::window_pools;
+use super::gpt_oss::{expect_both_kinds, window_pools, window_types};
 use super::gqa::Heads;
 use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Moe, Router, Scoring};
 use crate::families::dense::hf_rope;
-use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::families::{Build, Family, Parts};
 use crate::{KvGeometry, ModelError};
 
 inventory::submit! {
@@ -32,6 +32,8 @@ struct Kind {
     head_dim_k: usize,
     head_dim_v: usize,
     theta: f64,
+    /// The share of a key that is rotated.
+    rotated: f64,
     sinks: bool,
 }
 
@@ -51,11 +53,20 @@ impl Kind {
             None => ("full_attention", "add_full_attention_sink_bias", 5e6),
             Some(_) => ("sliding_attention", "add_swa_attention_sink_bias", 1e4),
         };
-        let theta = match keys.0.get(&format!("rope_parameters.{section}.rope_theta")) {
-            Some(_) => keys.number(&format!("rope_parameters.{section}.rope_theta"))?,
-            None => keys.number_or(&format!("{prefix}rope_theta"), default)?,
-        };
-        Ok(Self { heads, kv_heads, head_dim_k, head_dim_v, theta, sinks: keys.flag_or(sink, full.is_some())? })
+        // Newer files have a section for each kind of layer.
+        let section = format!("rope_parameters.{section}");
+        keys.expect(&format!("{section}.rope_type"), &["default"])?;
+        let theta = keys.number_or(&format!("{prefix}rope_theta"), default)?;
+        let rotated = hf_rope::number(keys.0, "partial_rotary_factor")?.unwrap_or(0.334);
+        Ok(Self {
+            heads,
+            kv_heads,
+            head_dim_k,
+            head_dim_v,
+            theta: keys.number_or(&format!("{section}.rope_theta"), theta)?,
+            rotated: keys.number_or(&format!("{section}.partial_rotary_factor"), rotated)?,
+            sinks: keys.flag_or(sink, full.is_some())?,
+        })
     }
 
     fn rows(self) -> (usize, usize, usize) {
@@ -65,12 +76,12 @@ impl Kind {
 
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["fp8"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
-    let keys = Keys(folder.config());
+    let keys = Keys(loader.config());
     let basics = Basics::read(&keys)?;
     let (hidden, layers) = (basics.hidden, basics.layers);
+    if hf_rope::scaling(keys.0, basics.context)? != RopeScaling::None {
+        return Err(keys.unsupported("a stretched rotary embedding for this family".to_owned()));
+    }
     let full = Kind::read(&keys, "", None)?;
     let swa = Kind::read(&keys, "swa_", Some(full))?;
     let eps = match keys.0.get("layernorm_epsilon") {
@@ -83,21 +94,17 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
         Some(before) => before + 1,
         None => keys.size("sliding_window")?,
     };
-    let partial = hf_rope::number(folder.config(), "partial_rotary_factor")?.unwrap_or(0.334);
     let rope = |kind: Kind| {
-        let dim = keys.rotated(kind.head_dim_k, partial)?;
+        let dim = keys.rotated(kind.head_dim_k, kind.rotated)?;
         let spec = keys.rotary(RopeStyle::Half, dim, kind.theta, RopeScaling::None)?;
         Ok::<_, ModelError>(Arc::new(input.device.upload_rope(&spec)?))
     };
     let ropes = [rope(full)?, rope(swa)?];
     let value_scale = keys.0.optional("attention_value_scale", "a number", |value| value.as_f64())?.map(|x| x as f32);
     let bias = keys.flag_or("attention_bias", false)?;
-    let sparse = match keys.counts("moe_layer_freq")? {
-        Some(list) => {
-            keys.one_each("moe_layer_freq", &list, layers)?;
-            list.iter().map(|count| *count > 0).collect()
-        }
-        None => (0..layers).map(|layer| layer > 0).collect::<Vec<bool>>(),
+    let sparse = match keys.switches("moe_layer_freq", layers)? {
+        Some(sparse) => sparse,
+        None => (0..layers).map(|layer| layer > 0).collect(),
     };
     let mut net = basics.net(&loader, "model", eps, false, window - 1)?;
     let mut places = Places::new(2);
@@ -154,20 +161,13 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
 
 /// Which layers have a window.
 fn windowed(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    let windowed: Vec<bool> = match keys.counts("hybrid_layer_pattern")? {
-        Some(pattern) => {
-            keys.one_each("hybrid_layer_pattern", &pattern, layers)?;
-            pattern.iter().take(layers).map(|kind| *kind == 1).collect()
-        }
-        None => {
-            let types = keys.texts("layer_types")?.unwrap_or_default();
-            keys.one_each("layer_types", &types, layers)?;
-            types.iter().take(layers).map(|kind| *kind == "sliding_attention").collect()
-        }
+    let windowed = match keys.switches("hybrid_layer_pattern", layers)? {
+        Some(pattern) => pattern,
+        None => window_types(keys, layers)?.ok_or_else(|| {
+            keys.0.key_error("hybrid_layer_pattern", "a list of 0 (full) and 1 (window), or layer_types", "neither")
+        })?,
     };
-    if windowed.iter().all(|windowed| *windowed) || !windowed.contains(&true) {
-        return Err(keys.inconsistent("layers with a window and layers without".to_owned()));
-    }
+    expect_both_kinds(keys, &windowed)?;
     Ok(windowed)
 }
 
@@ -206,10 +206,8 @@ pub(super) fn sigmoid_router(
     count: usize,
     top_k: usize,
 ) -> Result<Router, ModelError> {
-    match keys.text("scoring_func")? {
-        None | Some("sigmoid") => {}
-        Some(other) => return Err(keys.unsupported(format!("scoring_func {other:?} (\"sigmoid\" is)"))),
-    }
+    keys.expect("scoring_func", &["sigmoid"])?;
+    keys.expect("topk_method", &["noaux_tc"])?;
     let groups = keys.size_or("n_group", 1)?;
     let chosen = keys.size_or("topk_group", 1)?;
     let roomy = chosen <= groups && count.is_multiple_of(groups) && chosen * (count / groups) >= top_k;

@@ -14,7 +14,7 @@ use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::Moe;
 use crate::families::dense::hf_rope;
-use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
 
 inventory::submit! {
@@ -51,15 +51,19 @@ struct Attention {
 
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["fp8"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
     // A model that also sees keeps its text part in a section of its own.
-    let section = folder.config().section("text_config");
-    let config = section.as_ref().unwrap_or(folder.config());
+    let section = loader.config().section("text_config");
+    let config = section.as_ref().unwrap_or(loader.config());
     let prefix = if loader.has("model.language_model.embed_tokens.weight")? { "model.language_model" } else { "model" };
     let keys = Keys(config);
-    let basics = Basics::read(&keys)?;
+    let mut basics = Basics::read(&keys)?;
+    if keys.0.get("tie_word_embeddings").is_none() {
+        basics.tied = Keys(loader.config()).flag_or("tie_word_embeddings", false)?;
+    }
+    keys.expect("output_gate_type", &["swish", "silu"])?;
+    if !keys.flag_or("attn_output_gate", true)? {
+        return Err(keys.unsupported("attn_output_gate false".to_owned()));
+    }
     let (hidden, layers) = (basics.hidden, basics.layers);
     let eps = keys.number("rms_norm_eps")? as f32;
     let heads = keys.size("num_attention_heads")?;
@@ -71,8 +75,9 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let linear = linear_layers(&keys, layers)?;
     let partial = hf_rope::number(config, "partial_rotary_factor")?.unwrap_or(0.25);
     let rope = keys.rope(RopeStyle::Half, keys.rotated(head_dim, partial)?)?;
+    basics.context = rope.max_positions;
     let rope = Arc::new(input.device.upload_rope(&rope)?);
-    let with_experts = keys.optional_size("num_experts")?.is_some();
+    let with_experts = keys.count_or("num_experts", 0)? > 0;
     let sparse = has_experts(&keys, layers)?;
     let mut net = basics.net(&loader, prefix, eps, true, 0)?;
     let mut places = Places::new(2);
@@ -146,17 +151,15 @@ fn delta_sizes(keys: &Keys<'_>) -> Result<DeltaSizes, ModelError> {
 
 /// Which layers have a delta net.
 fn linear_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    let linear: Vec<bool> = match keys.texts("layer_types")? {
-        Some(types) => {
-            keys.one_each("layer_types", &types, layers)?;
-            types.iter().take(layers).map(|kind| *kind == "linear_attention").collect()
-        }
+    let kinds = [("full_attention", false), ("linear_attention", true)];
+    let linear: Vec<bool> = match keys.kinds("layer_types", layers, &kinds)? {
+        Some(linear) => linear,
         None => {
             let interval = keys.size_or("full_attention_interval", 4)?;
             (0..layers).map(|layer| !(layer + 1).is_multiple_of(interval)).collect()
         }
     };
-    if linear.iter().all(|linear| *linear) || !linear.contains(&true) {
+    if !(linear.contains(&true) && linear.contains(&false)) {
         return Err(keys.inconsistent("layers with linear attention and layers with full attention".to_owned()));
     }
     Ok(linear)

@@ -10,7 +10,7 @@ use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Moe, Router, Scoring};
-use crate::families::{Build, Checkpoint, Family, Parts};
+use crate::families::{Build, Family, Parts};
 use crate::{KvGeometry, ModelError};
 
 inventory::submit! {
@@ -60,11 +60,8 @@ pub(super) fn moe(
 
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["fp8"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
-    let keys = Keys(folder.config());
-    let basics = Basics::read(&keys)?;
+    let keys = Keys(loader.config());
+    let mut basics = Basics::read(&keys)?;
     if keys.flag_or("use_sliding_window", false)? {
         return Err(keys.unsupported("use_sliding_window".to_owned()));
     }
@@ -75,7 +72,9 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let head_dim = keys.size_or("head_dim", hidden / heads)?;
     let eps = keys.number("rms_norm_eps")? as f32;
     let bias = keys.flag_or("attention_bias", false)?;
-    let rope = Arc::new(input.device.upload_rope(&keys.rope(RopeStyle::Half, head_dim)?)?);
+    let rope = keys.rope(RopeStyle::Half, head_dim)?;
+    basics.context = rope.max_positions;
+    let rope = Arc::new(input.device.upload_rope(&rope)?);
     let sparse = has_experts(&keys, basics.layers)?;
     let mut net = basics.net(&loader, "model", eps, false, 0)?;
     let mut places = Places::new(1);

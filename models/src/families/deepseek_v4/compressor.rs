@@ -166,7 +166,6 @@ impl Compressor {
         let rows = states.chunks_exact(width).enumerate().map(|(index, row)| (start + index, row));
         match state {
             State::Ring(ring) => {
-                // Of pages that were freed before this chunk's end nothing is kept.
                 let row = |position: usize| position / page_tokens * RING + position % RING;
                 ring.write(seq.chunk.window, rows.map(|(position, state)| (row(position), state)))
             }

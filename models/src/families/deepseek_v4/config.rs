@@ -11,6 +11,9 @@ use crate::families::decoder::Basics;
 /// The ratio whose rows are all attended to.
 pub(super) const HEAVY: usize = 128;
 
+/// Normalisations of a mix above this change nothing but the time they take.
+const MAX_ROUNDS: usize = 1024;
+
 pub(super) struct Config {
     pub(super) vocab: usize,
     pub(super) hidden: usize,
@@ -37,7 +40,8 @@ pub(super) struct Config {
     pub(super) top_k: usize,
     pub(super) shared: usize,
     pub(super) width: usize,
-    pub(super) hash_layers: usize,
+    /// Layers whose experts follow from the token id.
+    pub(super) hashed: Vec<bool>,
     pub(super) renormalize: bool,
     pub(super) routed_factor: f32,
     pub(super) limit: f32,
@@ -53,8 +57,13 @@ impl Config {
             return Err(keys.unsupported("tie_word_embeddings for this family".to_owned()));
         }
         let layers = basics.layers;
-        let drafts = keys.count_or("num_nextn_predict_layers", 0)?;
-        let rope_dim = keys.size("qk_rope_head_dim")?;
+        let drafts = basics.predicting;
+        let head_dim = keys.size("head_dim")?;
+        const SHARE: &str = "partial_rotary_factor";
+        let rope_dim = match keys.optional_size("qk_rope_head_dim")? {
+            None if keys.0.get(SHARE).is_some() => keys.rotated(head_dim, keys.number(SHARE)?)?,
+            _ => keys.size("qk_rope_head_dim")?,
+        };
         let config = Self {
             vocab: basics.vocab,
             hidden: basics.hidden,
@@ -62,7 +71,7 @@ impl Config {
             drafts,
             context: basics.context,
             heads: keys.size("num_attention_heads")?,
-            head_dim: keys.size("head_dim")?,
+            head_dim,
             q_rank: keys.size("q_lora_rank")?,
             o_groups: keys.size("o_groups")?,
             o_rank: keys.size("o_lora_rank")?,
@@ -74,13 +83,13 @@ impl Config {
             rope: keys.rotary(
                 RopeStyle::Interleaved,
                 rope_dim,
-                keys.number_or("rope_theta", 1e4)?,
+                theta(keys, "main", "rope_theta", 1e4)?,
                 RopeScaling::None,
             )?,
             compress_rope: keys.rotary(
                 RopeStyle::Interleaved,
                 rope_dim,
-                keys.number_or("compress_rope_theta", 160_000.0)?,
+                theta(keys, "compress", "compress_rope_theta", 160_000.0)?,
                 compress_scaling(keys)?,
             )?,
             rope_dim,
@@ -88,7 +97,7 @@ impl Config {
             top_k: keys.size("num_experts_per_tok")?,
             shared: keys.count_or("n_shared_experts", 1)?,
             width: keys.size("moe_intermediate_size")?,
-            hash_layers: keys.count_or("num_hash_layers", 0)?,
+            hashed: hashed(keys, layers)?,
             renormalize: keys.flag_or("norm_topk_prob", true)?,
             routed_factor: keys.number_or("routed_scaling_factor", 1.0)? as f32,
             limit: keys.number_or("swiglu_limit", 10.0)? as f32,
@@ -102,10 +111,9 @@ impl Config {
 
     fn check(&self, keys: &Keys<'_>) -> Result<(), ModelError> {
         Basics::check_experts(keys, self.experts, self.top_k)?;
-        match keys.text("scoring_func")? {
-            None | Some("sqrtsoftplus") => {}
-            Some(other) => return Err(keys.unsupported(format!("scoring_func {other:?} (\"sqrtsoftplus\" is)"))),
-        }
+        keys.expect("scoring_func", &["sqrtsoftplus"])?;
+        keys.expect("topk_method", &["noaux_tc"])?;
+        keys.expect("rope_parameters.main.rope_type", &["default"])?;
         let streams = keys.size_or("hc_mult", STREAMS)?;
         if streams != STREAMS {
             return Err(keys.unsupported(format!("hc_mult {streams} ({STREAMS} is)")));
@@ -116,12 +124,13 @@ impl Config {
         }
         let rules = [
             (self.rope_dim <= self.head_dim.min(self.index_dim), "rotated dimensions no more than those of a head"),
-            ((self.heads * self.head_dim).is_multiple_of(self.o_groups), "heads that o_groups divides"),
+            (self.heads.is_multiple_of(self.o_groups), "heads that o_groups divides"),
             (
                 self.head_dim - self.rope_dim.min(self.head_dim) <= PACKED_GROUP * PACKED_SCALES,
                 "a head_dim of at most 512 and qk_rope_head_dim",
             ),
             (self.window >= RING, "a sliding_window of at least 8"),
+            (self.hyper_rounds <= MAX_ROUNDS, "an hc_sinkhorn_iters of at most 1024"),
         ];
         match rules.into_iter().find(|(holds, _)| !holds) {
             None => Ok(()),
@@ -138,15 +147,15 @@ fn ratios(keys: &Keys<'_>, layers: usize) -> Result<Vec<usize>, ModelError> {
             ratios.into_iter().take(layers).collect()
         }
         None => {
-            let types = keys.texts("layer_types")?.unwrap_or_default();
-            keys.one_each("layer_types", &types, layers)?;
-            let ratio = |kind: &str| match kind {
-                "sliding_attention" => Ok(0),
-                "compressed_sparse_attention" => Ok(OVERLAPPING),
-                "heavily_compressed_attention" => Ok(HEAVY),
-                other => Err(keys.unsupported(format!("a layer of type {other:?}"))),
-            };
-            types.into_iter().take(layers).map(ratio).collect::<Result<_, _>>()?
+            let rate = |kind: &str, usual: usize| keys.size_or(&format!("compress_rates.{kind}"), usual);
+            let kinds = [
+                ("sliding_attention", 0),
+                ("compressed_sparse_attention", rate("compressed_sparse_attention", OVERLAPPING)?),
+                ("heavily_compressed_attention", rate("heavily_compressed_attention", HEAVY)?),
+            ];
+            keys.kinds("layer_types", layers, &kinds)?.ok_or_else(|| {
+                keys.0.key_error("compress_ratios", "a list of ratios, one a layer, or layer_types", "neither")
+            })?
         }
     };
     match ratios.iter().find(|ratio| ![0, OVERLAPPING, HEAVY].contains(ratio)) {
@@ -155,19 +164,44 @@ fn ratios(keys: &Keys<'_>, layers: usize) -> Result<Vec<usize>, ModelError> {
     }
 }
 
+/// Which layers route by token id, in either spelling.
+fn hashed(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
+    let count = keys.count_or("num_hash_layers", 0)?;
+    let kinds = keys.kinds("mlp_layer_types", layers, &[("hash_moe", true), ("moe", false)])?;
+    Ok(kinds.unwrap_or_else(|| (0..layers).map(|layer| layer < count).collect()))
+}
+
+/// The base of the rotary embedding called `kind`: in a section of its own in newer files, else under `key`.
+fn theta(keys: &Keys<'_>, kind: &str, key: &str, usual: f64) -> Result<f64, ModelError> {
+    let given = keys.number_or(key, usual)?;
+    keys.number_or(&format!("rope_parameters.{kind}.rope_theta"), given)
+}
+
 /// YaRN as these layers have it, without a factor on cosines and sines.
 fn compress_scaling(keys: &Keys<'_>) -> Result<RopeScaling, ModelError> {
-    let section = if keys.0.get("rope_scaling.factor").is_some() { "rope_scaling" } else { "rope_parameters.compress" };
-    let key = |name: &str| format!("{section}.{name}");
-    if keys.0.get(&key("factor")).is_none() {
-        return Ok(RopeScaling::None);
+    for section in ["rope_scaling", "rope_parameters.compress", "rope_parameters"] {
+        let key = |name: &str| format!("{section}.{name}");
+        let kind = match keys.text(&key("rope_type"))? {
+            Some(kind) => Some(kind),
+            None => keys.text(&key("type"))?,
+        };
+        match kind {
+            None if keys.0.get(&key("factor")).is_none() => {}
+            Some("default") => {}
+            None | Some("yarn") => {
+                return Ok(RopeScaling::Yarn {
+                    factor: keys.number(&key("factor"))?,
+                    original_context: keys.number(&key("original_max_position_embeddings"))?,
+                    beta_fast: keys.number_or(&key("beta_fast"), 32.0)?,
+                    beta_slow: keys.number_or(&key("beta_slow"), 1.0)?,
+                    attention_factor: Some(1.0),
+                    truncate: true,
+                });
+            }
+            Some(other) => {
+                return Err(keys.unsupported(format!("{section} of type {other:?} (\"default\" and \"yarn\" are)")));
+            }
+        }
     }
-    Ok(RopeScaling::Yarn {
-        factor: keys.number(&key("factor"))?,
-        original_context: keys.number(&key("original_max_position_embeddings"))?,
-        beta_fast: keys.number_or(&key("beta_fast"), 32.0)?,
-        beta_slow: keys.number_or(&key("beta_slow"), 1.0)?,
-        attention_factor: Some(1.0),
-        truncate: true,
-    })
+    Ok(RopeScaling::None)
 }

@@ -25,8 +25,9 @@ struct Parts<'a> {
 pub(super) fn net(loader: &Loader<'_>, config: &Config, places: &Pools) -> Result<Net, ModelError> {
     let parts = Parts { loader, config, places };
     let hidden = config.hidden;
+    loader.refuse_further_layer(&format!("layers.{}.attn_norm.weight", config.layers), config.layers)?;
     let layers = (0..config.layers)
-        .map(|layer| parts.layer(&format!("layers.{layer}"), layer, config.ratios[layer], layer < config.hash_layers));
+        .map(|layer| parts.layer(&format!("layers.{layer}"), layer, config.ratios[layer], config.hashed[layer]));
     let layers = layers.collect::<Result<_, _>>()?;
     let mut drafts = Vec::new();
     for index in 0..config.drafts {
@@ -75,8 +76,14 @@ impl Parts<'_> {
         self.places.place(pool, layer).ok_or_else(missing)
     }
 
+    /// A matrix by its whole name.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Linear, ModelError> {
         Ok(Linear { weight: self.loader.matrix(name, rows, cols)?, bias: None })
+    }
+
+    /// `base.weight`, which has no bias in this family.
+    fn linear(&self, base: &str, rows: usize, cols: usize) -> Result<Linear, ModelError> {
+        self.loader.linear(base, rows, cols, false)
     }
 
     fn hyper(&self, base: &str) -> Result<Hyper, ModelError> {
@@ -109,7 +116,7 @@ impl Parts<'_> {
 
     fn attention(&self, base: &str, layer: usize, ratio: usize) -> Result<Attention, ModelError> {
         let Config { hidden, heads, head_dim, q_rank, o_groups, o_rank, .. } = *self.config;
-        let linear = |part: &str, rows, cols| self.matrix(&format!("{base}.{part}.weight"), rows, cols);
+        let linear = |part: &str, rows, cols| self.linear(&format!("{base}.{part}"), rows, cols);
         let name = format!("{base}.wo_a.weight");
         let group = heads * head_dim / o_groups;
         let all = self.loader.values(&name, o_groups * o_rank, group)?;
@@ -165,8 +172,8 @@ impl Parts<'_> {
             ratio,
             dim,
             ape: self.loader.floats(&format!("{base}.ape"), &[ratio, width])?,
-            kv: self.matrix(&format!("{base}.wkv.weight"), width, hidden)?,
-            gate: self.matrix(&format!("{base}.wgate.weight"), width, hidden)?,
+            kv: self.linear(&format!("{base}.wkv"), width, hidden)?,
+            gate: self.linear(&format!("{base}.wgate"), width, hidden)?,
             norm: self.loader.floats(&format!("{base}.norm.weight"), &[dim])?,
             rotation: self.rotation(true, dim)?,
             eps: self.config.eps,
@@ -176,8 +183,8 @@ impl Parts<'_> {
     fn indexer(&self, base: &str, layer: usize, ratio: usize) -> Result<Indexer, ModelError> {
         let Config { hidden, q_rank, index_heads: heads, index_dim: dim, index_top_k: top_k, .. } = *self.config;
         Ok(Indexer {
-            q: self.matrix(&format!("{base}.wq_b.weight"), heads * dim, q_rank)?,
-            weights: self.matrix(&format!("{base}.weights_proj.weight"), heads, hidden)?,
+            q: self.linear(&format!("{base}.wq_b"), heads * dim, q_rank)?,
+            weights: self.linear(&format!("{base}.weights_proj"), heads, hidden)?,
             heads,
             dim,
             top_k,
@@ -190,7 +197,7 @@ impl Parts<'_> {
 
     fn mlp(&self, base: &str, width: usize) -> Result<Mlp, ModelError> {
         let hidden = self.config.hidden;
-        let linear = |part: &str, rows, cols| self.matrix(&format!("{base}.{part}.weight"), rows, cols);
+        let linear = |part: &str, rows, cols| self.linear(&format!("{base}.{part}"), rows, cols);
         Ok(Mlp {
             gate: linear("w1", width, hidden)?,
             up: linear("w3", width, hidden)?,
@@ -204,6 +211,7 @@ impl Parts<'_> {
         let gate = format!("{base}.gate");
         Ok(Moe {
             router: Router {
+                // Its bias is the choice's, not the product's.
                 gate: self.matrix(&format!("{gate}.weight"), experts, hidden)?,
                 scoring: Scoring::SqrtSoftplus,
                 top_k,

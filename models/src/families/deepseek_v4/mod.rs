@@ -11,7 +11,7 @@ mod run;
 
 use std::sync::Arc;
 
-use super::{Build, Checkpoint, Family, Geometry, Parts};
+use super::{Build, Family, Geometry, Parts};
 use crate::ModelError;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
@@ -27,10 +27,7 @@ inventory::submit! {
 
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let loader = Loader::new(input, &["fp8"])?;
-    let Checkpoint::Hf(folder) = input.checkpoint else {
-        return Err(ModelError::Batch("not a folder".to_owned()));
-    };
-    let config = config::Config::read(&Keys(folder.config()))?;
+    let config = config::Config::read(&Keys(loader.config()))?;
     let places = pools::Pools::new(&config, input.packed_rows);
     let net = load::net(&loader, &config, &places)?;
     let geometry = Geometry {

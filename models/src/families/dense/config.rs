@@ -8,7 +8,9 @@ use crate::gguf::{Gguf, Value};
 use crate::hf::{HfFolder, JsonFile};
 
 /// Sizes above this are no sizes; products of two of them fit in memory arithmetic.
-const MAX_EXTENT: usize = 1 << 24;
+pub(super) const MAX_EXTENT: usize = 1 << 24;
+/// No head has more rotated elements than this.
+pub(crate) const MAX_ROTATED: usize = 1 << 16;
 const MAX_LAYERS: usize = 4096;
 
 /// Where projections have biases.
@@ -170,13 +172,7 @@ impl Config {
         let head_dim = optional_size("head_dim")?.unwrap_or(hidden / heads);
         let positions = size("max_position_embeddings")?;
         let scaling = super::hf_rope::scaling(file, positions)?;
-        // YaRN stretches the context that the model was trained with at first.
-        let context = match scaling {
-            RopeScaling::Yarn { factor, original_context, .. } => {
-                positions.max(((original_context * factor) as usize).min(MAX_EXTENT))
-            }
-            _ => positions,
-        };
+        let context = super::hf_rope::context(positions, &scaling);
         let rotated = super::hf_rope::number(file, "partial_rotary_factor")?.unwrap_or(1.0);
         let attention_bias = flag("attention_bias")?;
         Ok(Self {
@@ -221,16 +217,20 @@ impl Config {
                 format!("heads no wider than the model, found {} heads and a width of {}", self.heads, self.hidden),
             ),
             (
-                self.rope.dim.is_multiple_of(2) && (2..=self.head_dim).contains(&self.rope.dim),
+                self.rope.dim.is_multiple_of(2) && (2..=self.head_dim.min(MAX_ROTATED)).contains(&self.rope.dim),
                 format!(
-                    "an even number of rotated dimensions, up to the head's {}, found {}",
+                    "an even number of rotated dimensions, up to the head's {} and {MAX_ROTATED}, found {}",
                     self.head_dim, self.rope.dim
                 ),
             ),
         ];
-        match rules.into_iter().find(|(holds, _)| !holds) {
+        let broken = rules.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
+        let broken = broken.or_else(|| {
+            self.rope.frequencies().err().map(|error| format!("settings that a rotary embedding can have: {error}"))
+        });
+        match broken {
             None => Ok(()),
-            Some((_, rule)) => Err(ModelError::Damaged {
+            Some(rule) => Err(ModelError::Damaged {
                 path: checkpoint.config_path().to_path_buf(),
                 what: format!("expected {rule}"),
             }),
