@@ -4,13 +4,19 @@
 //
 // {"op": "prefill", "tokens": [ids]}                      -> {"seconds": s}
 //     seconds to the first token of a prompt that is not cached
-// {"op": "decode", "prompts": [[ids], ..], "steps": n}    -> {"seconds": s, "tokens": n}
-//     after the prompts, n more tokens for each of them, all of them side by side
+// {"op": "first", "tokens": [ids]}                        -> {"seconds": s}
+//     the same, making the context included
+// {"op": "begin", "prompts": [[ids], ..], "most": n}      -> {}
+//     computes the prompts side by side; n tokens may follow each
+// {"op": "more", "steps": n}                              -> {"seconds": s, "tokens": n}
+//     n more tokens for each of them, all of them side by side
+// {"op": "end"}                                           -> {}
 // {"op": "save", "tokens": [ids], "file": path}           -> {"bytes": n}
 // {"op": "restore", "tokens": [ids], "file": path, "last": id} -> {"seconds": s}
 //     seconds to load a saved state and to compute the first token after one more prompt token
 //
-// A command that fails answers {"error": text}.
+// The first line that it says is {"ready": true, "seconds": s}, with the time that loading took. A command that fails answers
+// {"error": text}.
 
 import path from "node:path";
 import readline from "node:readline";
@@ -21,34 +27,45 @@ const entry = path.join(peers, "node_modules", "node-llama-cpp", "dist", "index.
 const {getLlama} = await import(pathToFileURL(entry).href);
 
 const count = Number(threads);
+const seconds = (since) => Number(process.hrtime.bigint() - since) / 1e9;
+const loadingSince = process.hrtime.bigint();
 const llama = await getLlama({gpu: false, build: "never", maxThreads: count, logLevel: "error", progressLogs: false});
 const model = await llama.loadModel({modelPath, gpuLayers: 0});
+const loading = seconds(loadingSince);
 const greedy = {temperature: 0, yieldEogToken: true};
 
 /** A context of its own for `prompts.length` sequences, each with room for `extra` more tokens. */
-async function withSequences(prompts, extra, work) {
+async function makeContext(prompts, extra) {
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
-    const context = await model.createContext({
+    return await model.createContext({
         sequences: prompts.length,
         contextSize: longest + extra,
         batchSize: 512,
         threads: {ideal: count, min: count},
         ignoreMemorySafetyChecks: true
     });
+}
+
+const sequencesOf = (context, prompts) =>
+    prompts.map(() => context.getSequence({checkpoints: {max: 0, interval: false}}));
+
+async function withSequences(prompts, extra, work) {
+    const context = await makeContext(prompts, extra);
     try {
-        return await work(prompts.map(() => context.getSequence({checkpoints: {max: 0, interval: false}})));
+        return await work(sequencesOf(context, prompts));
     } finally {
         await context.dispose();
     }
 }
-
-const seconds = (since) => Number(process.hrtime.bigint() - since) / 1e9;
 
 async function firstToken(sequence, tokens) {
     for await (const token of sequence.evaluate(tokens, greedy))
         return token;
     throw new Error("the model generated nothing");
 }
+
+/** What `begin` began. */
+let open;
 
 const operations = {
     async prefill({tokens}) {
@@ -59,19 +76,39 @@ const operations = {
         });
     },
 
-    async decode({prompts, steps}) {
-        return await withSequences(prompts, steps + 64, async (sequences) => {
-            // Every sequence is past its prompt, and has made one token, before the clock starts.
-            const generators = sequences.map((sequence, index) => sequence.evaluate(prompts[index], greedy));
-            await Promise.all(generators.map((generator) => generator.next()));
-            const start = process.hrtime.bigint();
-            await Promise.all(generators.map(async (generator) => {
-                for (let step = 0; step < steps; step++)
-                    if ((await generator.next()).done)
-                        throw new Error(`the model ended after ${step} of ${steps} tokens`);
-            }));
-            return {seconds: seconds(start), tokens: steps * prompts.length};
+    async first({tokens}) {
+        const start = process.hrtime.bigint();
+        return await withSequences([tokens], 64, async ([sequence]) => {
+            await firstToken(sequence, tokens);
+            return {seconds: seconds(start)};
         });
+    },
+
+    async begin({prompts, most}) {
+        const context = await makeContext(prompts, most + 64);
+        const generators = sequencesOf(context, prompts).map((sequence, index) =>
+            sequence.evaluate(prompts[index], greedy));
+        open = {context, generators};
+        // Every sequence is past its prompt, and has made one token, before the clock starts.
+        await Promise.all(generators.map((generator) => generator.next()));
+        return {};
+    },
+
+    async more({steps}) {
+        const start = process.hrtime.bigint();
+        await Promise.all(open.generators.map(async (generator) => {
+            for (let step = 0; step < steps; step++)
+                if ((await generator.next()).done)
+                    throw new Error(`the model ended after ${step} of ${steps} tokens`);
+        }));
+        return {seconds: seconds(start), tokens: steps * open.generators.length};
+    },
+
+    async end() {
+        await Promise.all(open.generators.map((generator) => generator.return()));
+        await open.context.dispose();
+        open = undefined;
+        return {};
     },
 
     async save({tokens, file}) {
@@ -92,7 +129,7 @@ const operations = {
     }
 };
 
-console.log(JSON.stringify({ready: true}));
+console.log(JSON.stringify({ready: true, seconds: loading}));
 for await (const line of readline.createInterface({input: process.stdin})) {
     let answer;
     try {

@@ -43,7 +43,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let (loaded, linked) = (Store::loaded(&library)?, Store::linked()?);
         let raw = |store: &Store| timed(CALLS, || store.exists(CALLS));
         // More rounds than elsewhere: a few nanoseconds are looked for.
-        let (ours, peer) = side_by_side(bench.rounds * 10, || raw(&loaded), || raw(&linked))?;
+        let (ours, peer) = side_by_side(bench.rounds.times(10), || raw(&loaded), || raw(&linked))?;
         report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(10.0) })?;
     }
     let name = "boundary, batch_exists of 1 key (instructions), peer the same code linked in";

@@ -21,47 +21,63 @@ const CHUNK: usize = 512;
 /// Tokens that a decode sample makes of each sequence.
 const STEPS: usize = 32;
 
+/// What is decoded: tokens of context, our sequences side by side, llama.cpp's, and what is asked for.
+const DECODES: [(usize, usize, usize, f64); 7] = [
+    (16, 1, 1, 1.1),
+    (512, 1, 1, 1.1),
+    (2048, 1, 1, 1.1),
+    (128, 8, 8, 1.5),
+    // llama.cpp is given the batch that it is asked to be beaten at.
+    (128, 32, 8, 1.5),
+    (512, 8, 8, 1.5),
+    (512, 32, 8, 1.5),
+];
+
 /// Adds the rows.
 ///
 /// # Errors
 /// When a side can't be measured.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
-    let prefills = [512, 1500].map(|tokens| (format!("prefill, {tokens} tokens (tokens/s)"), tokens));
-    let decodes = [(16, 1), (512, 1), (2048, 1), (16, 8), (512, 8)].map(|(context, sequences)| {
-        let name = format!("decode, {sequences} x context {context} (tokens/s)");
-        (name, context, sequences)
-    });
-    let names = prefills.iter().map(|row| &row.0).chain(decodes.iter().map(|row| &row.0));
-    if !names.into_iter().any(|name| bench.wants(name)) {
+    let prefills = [512, 1500].map(|tokens| (format!("prefill, {tokens} tokens (tokens/s), peer llama.cpp"), tokens));
+    // To make sixteen thousand tokens of context takes most of a minute.
+    let decodes = DECODES.iter().filter(|(context, ours, ..)| !bench.quick || *ours == 1 || *context < 512).map(
+        |&(context, ours, theirs, goal)| {
+            let peer = if ours == theirs { "llama.cpp".to_owned() } else { format!("llama.cpp's {theirs}") };
+            let name = format!("decode, {ours} x context {context} (tokens/s), peer {peer}");
+            (name, context, ours, theirs, goal)
+        },
+    );
+    let decodes: Vec<_> = decodes.filter(|row| bench.wants(&row.0)).collect();
+    let prefills: Vec<_> = prefills.into_iter().filter(|row| bench.wants(&row.0)).collect();
+    if prefills.is_empty() && decodes.is_empty() {
         return Ok(());
     }
     let mut ours = Ours::load(bench)?;
     let mut llama = Llama::start(bench, bench.threads)?;
-    let mut add = |name: &str, (ours, peer): (f64, f64)| {
-        let (better, goal) = (Better::More, Goal::Ratio(0.8));
-        report.add(Row { name: format!("{name}, peer llama.cpp"), ours, peer, better, goal })
+    let mut add = |name: String, (ours, peer): (f64, f64), goal: f64| {
+        report.add(Row { name, ours, peer, better: Better::More, goal: Goal::Ratio(goal) })
     };
-    for (name, tokens) in &prefills {
-        if bench.wants(name) {
-            let prompt = prompt::ids(1, *tokens);
-            let count = *tokens as f64;
-            let sides = side_by_side(
-                bench.rounds,
-                || ours.prefill(&prompt).map(|seconds| count / seconds),
-                || llama.prefill(&prompt).map(|seconds| count / seconds),
-            )?;
-            add(name, sides)?;
-        }
+    for (name, tokens) in prefills {
+        let prompt = prompt::ids(1, tokens);
+        let count = tokens as f64;
+        let sides = side_by_side(
+            bench.rounds,
+            || ours.prefill(&prompt).map(|seconds| count / seconds),
+            || llama.prefill(&prompt).map(|seconds| count / seconds),
+        )?;
+        add(name, sides, 1.5)?;
     }
-    if decodes.iter().any(|row| bench.wants(&row.0)) {
+    if !decodes.is_empty() {
         llama = faster_decoder(bench, llama)?;
     }
-    for (name, context, sequences) in &decodes {
-        if bench.wants(name) {
-            let prompts: Vec<Vec<u32>> = (0..*sequences).map(|seed| prompt::ids(seed, *context)).collect();
-            let sides = side_by_side(bench.rounds, || ours.decode(&prompts, STEPS), || llama.decode(&prompts, STEPS))?;
-            add(name, sides)?;
-        }
+    for (name, context, our_count, their_count, goal) in decodes {
+        let prompts: Vec<Vec<u32>> = (0..our_count as u64).map(|seed| prompt::ids(seed, context)).collect();
+        let most = STEPS * (bench.rounds.count + 1);
+        let mut decoding = ours.begin(&prompts, most)?;
+        llama.begin(prompts.get(..their_count).unwrap_or_default(), most)?;
+        let sides = side_by_side(bench.rounds, || decoding.more(STEPS), || llama.more(STEPS))?;
+        llama.end()?;
+        add(name, sides, goal)?;
     }
     Ok(())
 }
@@ -70,8 +86,14 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
 /// spinning, so on a machine with few cores the thread that drives them costs it more than a further thread brings.
 fn faster_decoder(bench: &Bench, mut as_many: Llama) -> Result<Llama> {
     let mut alone = Llama::start(bench, 1)?;
-    let prompt = [prompt::ids(0, 16)];
-    let (many, one) = side_by_side(3, || as_many.decode(&prompt, STEPS), || alone.decode(&prompt, STEPS))?;
+    let (prompt, rounds) = ([prompt::ids(0, 16)], bench.rounds.at_most(3));
+    for llama in [&mut as_many, &mut alone] {
+        llama.begin(&prompt, STEPS * (rounds.count + 1))?;
+    }
+    let (many, one) = side_by_side(rounds, || as_many.more(STEPS), || alone.more(STEPS))?;
+    for llama in [&mut as_many, &mut alone] {
+        llama.end()?;
+    }
     eprintln!("llama.cpp decodes {many:.1} tokens/s with {} threads, {one:.1} with 1", bench.threads);
     Ok(if one > many { alone } else { as_many })
 }
@@ -87,17 +109,11 @@ impl Ours {
     fn load(bench: &Bench) -> Result<Self> {
         let device = Arc::new(CpuDevice::new(bench.threads).context("the CPU device")?);
         let loaded = load(&bench.model, &LoadOptions::new(device.clone())).context("the model")?;
-        let pages = 8 * 4096 / PAGE;
+        let pages = 32 * (512 + STEPS * 8) / PAGE;
         let kv = loaded.spec().one_pool().map_err(anyhow::Error::msg)?;
         let spec = kv.pool(KvDtype::F16, PAGE, pages);
         let pool = kvdock_kernels::Device::alloc_kv_pool(device.as_ref(), spec).context("the KV pool")?;
         Ok(Self { model: loaded.model, pool, logits: Logits::new() })
-    }
-
-    /// The page table of sequence `index`; no two sequences share a page.
-    fn pages(index: usize) -> Vec<u32> {
-        let each = 4096 / PAGE;
-        (index * each..(index + 1) * each).map(|page| page as u32).collect()
     }
 
     /// The likeliest token of a row.
@@ -107,12 +123,11 @@ impl Ours {
         Ok(best.0 as u32)
     }
 
-    fn run_prompt(&mut self, sequence: usize, prompt: &[u32]) -> Result<u32> {
-        let pages = Self::pages(sequence);
+    fn run_prompt(&mut self, pages: &[u32], prompt: &[u32]) -> Result<u32> {
         let chunks = prompt.len().div_ceil(CHUNK);
         for (index, tokens) in prompt.chunks(CHUNK).enumerate() {
             let logits = if index + 1 == chunks { Want::Last } else { Want::None };
-            let chunk = SeqChunk { tokens, start: (index * CHUNK) as u32, pages: &pages, logits };
+            let chunk = SeqChunk { tokens, start: (index * CHUNK) as u32, pages, logits };
             self.model.forward(&Batch { seqs: &[chunk] }, self.pool.as_ref(), &NoHooks, &mut self.logits)?;
         }
         self.likeliest(0)
@@ -120,34 +135,65 @@ impl Ours {
 
     /// Seconds to the first token after `prompt`.
     fn prefill(&mut self, prompt: &[u32]) -> Result<f64> {
+        let pages: Vec<u32> = (0..prompt.len().div_ceil(PAGE) as u32).collect();
         let start = Instant::now();
-        self.run_prompt(0, prompt)?;
+        self.run_prompt(&pages, prompt)?;
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Tokens a second, of all prompts together, over `steps` tokens after each of `prompts`.
-    fn decode(&mut self, prompts: &[Vec<u32>], steps: usize) -> Result<f64> {
-        let mut tokens = Vec::new();
-        for (sequence, prompt) in prompts.iter().enumerate() {
-            tokens.push(self.run_prompt(sequence, prompt)?);
+    /// Computes `prompts`, with room for `most` tokens after each.
+    fn begin(&mut self, prompts: &[Vec<u32>], most: usize) -> Result<Decoding<'_>> {
+        let mut sequences = Vec::new();
+        let mut next = 0;
+        for prompt in prompts {
+            // No two sequences share a page.
+            let count = (prompt.len() + most).div_ceil(PAGE) as u32;
+            let pages: Vec<u32> = (next..next + count).collect();
+            next += count;
+            let token = self.run_prompt(&pages, prompt)?;
+            sequences.push(Sequence { pages, token, end: prompt.len() as u32 });
         }
-        let tables: Vec<Vec<u32>> = (0..prompts.len()).map(Self::pages).collect();
+        Ok(Decoding { ours: self, sequences })
+    }
+}
+
+/// A sequence that goes on.
+struct Sequence {
+    pages: Vec<u32>,
+    /// The token that comes next.
+    token: u32,
+    /// Its position.
+    end: u32,
+}
+
+/// Sequences past their prompts.
+struct Decoding<'a> {
+    ours: &'a mut Ours,
+    sequences: Vec<Sequence>,
+}
+
+impl Decoding<'_> {
+    /// Tokens a second, of all sequences together, over `steps` tokens of each.
+    fn more(&mut self, steps: usize) -> Result<f64> {
         let start = Instant::now();
-        for step in 0..steps {
-            let chunks: Vec<SeqChunk<'_>> = prompts
+        for _ in 0..steps {
+            let chunks: Vec<SeqChunk<'_>> = self
+                .sequences
                 .iter()
-                .zip(&tokens)
-                .zip(&tables)
-                .map(|((prompt, token), pages)| SeqChunk {
-                    tokens: std::slice::from_ref(token),
-                    start: (prompt.len() + step) as u32,
-                    pages,
+                .map(|sequence| SeqChunk {
+                    tokens: std::slice::from_ref(&sequence.token),
+                    start: sequence.end,
+                    pages: &sequence.pages,
                     logits: Want::Last,
                 })
                 .collect();
-            self.model.forward(&Batch { seqs: &chunks }, self.pool.as_ref(), &NoHooks, &mut self.logits)?;
-            tokens = (0..prompts.len()).map(|row| self.likeliest(row)).collect::<Result<_>>()?;
+            let ours = &mut *self.ours;
+            ours.model.forward(&Batch { seqs: &chunks }, ours.pool.as_ref(), &NoHooks, &mut ours.logits)?;
+            for (row, sequence) in self.sequences.iter_mut().enumerate() {
+                sequence.token = self.ours.likeliest(row)?;
+                sequence.end += 1;
+            }
         }
-        Ok((steps * prompts.len()) as f64 / start.elapsed().as_secs_f64())
+        Ok((steps * self.sequences.len()) as f64 / start.elapsed().as_secs_f64())
     }
 }

@@ -1,5 +1,6 @@
 //! The file plugin beside fio on the same disk.
 
+use std::hint::black_box;
 use std::path::Path;
 use std::time::Instant;
 
@@ -11,40 +12,74 @@ use rustix::fs::Advice;
 
 use crate::fio::{Direction, Job};
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Rounds, side_by_side};
 use crate::{Bench, store};
 
-/// Pages in one call.
-const BATCH: u64 = 32;
-/// Calls in one sample.
-const CALLS: u64 = 8;
+/// Bytes that one sample moves, unless a single call is more.
+const SAMPLE: u64 = 256 << 20;
+/// The same where each batch of small pages is made durable, which takes much longer a byte.
+const SMALL_SAMPLE: u64 = 16 << 20;
+/// Bytes of a page that is read while it is in the page cache, and pages of a call.
+const WARM: (u64, u64) = (1 << 20, 32);
 
 /// Adds the rows.
 ///
 /// # Errors
 /// When a side can't be measured.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
-    for kib in [64, 1024, 4096] {
+    for (kib, batch) in [(1024, 32), (1024, 128), (4096, 32), (4096, 128), (64, 32), (64, 128)] {
         let size = if kib < 1024 { format!("{kib} KiB") } else { format!("{} MiB", kib / 1024) };
         // Small pages are compared with fio doing the same work: durable after each batch.
-        let sync_every = if kib < 256 { BATCH as u32 } else { 0 };
-        let peer = if sync_every == 0 { "fio" } else { "fio, synced after each batch" };
-        let write = format!("file plugin, write, pages of {size}, batch {BATCH} (MB/s), peer {peer}");
-        let read = format!("file plugin, cold read, pages of {size}, batch {BATCH} (MB/s), peer fio");
-        if bench.wants(&write) || bench.wants(&read) {
-            let mut sides = Sides::new(bench, kib * 1024, sync_every)?;
-            for (name, direction) in [(write, Direction::Write), (read, Direction::Read)] {
-                // A read needs what a write left, also when only the read is wanted.
-                let rounds = if bench.wants(&name) { bench.rounds } else { 1 };
-                let (ours, peer) = sides.measure(direction, rounds)?;
-                if bench.wants(&name) {
-                    let (better, goal) = (Better::More, Goal::Ratio(0.7));
-                    report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
-                }
+        let small = kib < 256;
+        let peer = if small { "fio, synced after each batch" } else { "fio" };
+        let write = format!("file plugin, durable write, pages of {size}, batch {batch} (MB/s), peer {peer}");
+        let read = format!("file plugin, cold read, pages of {size}, batch {batch} (MB/s), peer fio");
+        let wanted = [bench.wants(&write), bench.wants(&read)];
+        if wanted == [false, false] {
+            continue;
+        }
+        let shape = Shape { page_bytes: kib * 1024, batch, sync_every: if small { batch as u32 } else { 0 } };
+        let mut sides = Sides::new(bench, shape)?;
+        for ((name, direction), wanted) in [(write, Direction::Write), (read, Direction::Read)].into_iter().zip(wanted)
+        {
+            // A read needs what a write left, also when only the read is wanted.
+            let rounds = if wanted { bench.rounds } else { bench.rounds.at_most(1) };
+            let (ours, peer) = sides.measure(direction, rounds)?;
+            if wanted {
+                let (better, goal) = (Better::More, Goal::Ratio(0.9));
+                report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
             }
         }
+        sides.clean_up()?;
+    }
+    let warm = "file plugin, warm read, pages of 1 MiB, batch 32 (MB/s), peer one-thread memory copy";
+    if bench.wants(warm) {
+        let mut sides = Sides::new(bench, Shape { page_bytes: WARM.0, batch: WARM.1, sync_every: 0 })?;
+        sides.write()?;
+        let bytes = sides.sample() as usize;
+        let (source, mut target) = (vec![3u8; bytes], vec![2u8; bytes]);
+        let copy = || {
+            let start = Instant::now();
+            target.copy_from_slice(black_box(&source));
+            black_box(&mut target);
+            Ok(bytes as f64 / start.elapsed().as_secs_f64())
+        };
+        let (ours, peer) = side_by_side(bench.rounds, || sides.read(true), copy)?;
+        let (better, goal) = (Better::More, Goal::Ratio(0.5));
+        report.add(Row { name: warm.to_owned(), ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
+        sides.clean_up()?;
     }
     Ok(())
+}
+
+/// What is moved, and how.
+#[derive(Clone, Copy)]
+struct Shape {
+    page_bytes: u64,
+    /// Pages of a call.
+    batch: u64,
+    /// After how many pages fio syncs; 0 for once at the end.
+    sync_every: u32,
 }
 
 struct Sides {
@@ -52,18 +87,19 @@ struct Sides {
     pool: MockPool,
     folder: std::path::PathBuf,
     file: std::path::PathBuf,
-    page_bytes: u64,
-    sync_every: u32,
+    shape: Shape,
+    /// Calls that have stored pages.
     written: u64,
 }
 
 impl Sides {
-    fn new(bench: &Bench, page_bytes: u64, sync_every: u32) -> Result<Self> {
+    fn new(bench: &Bench, shape: Shape) -> Result<Self> {
+        let Shape { page_bytes, batch, .. } = shape;
         let folder = bench.scratch.join(format!("pages-{page_bytes}"));
         let file = bench.scratch.join(format!("fio-{page_bytes}"));
-        let pool = MockPool::new(PoolSpec::bytes(0, "kv", BATCH, &[page_bytes]));
+        let pool = MockPool::new(PoolSpec::bytes(0, "kv", batch, &[page_bytes]));
         let mut random = Random::new(page_bytes);
-        for page in 0..BATCH {
+        for page in 0..batch {
             let bytes: Vec<u8> = (0..page_bytes / 8).flat_map(|_| random.number().to_le_bytes()).collect();
             pool.write(page as u32, &bytes);
         }
@@ -72,53 +108,85 @@ impl Sides {
         let store = MockHost::new()
             .attach(table, &config, &identity("bench"), &[&pool])
             .map_err(|error| anyhow!("can't attach the file plugin: {error}"))?;
-        Ok(Self { store, pool, folder, file, page_bytes, sync_every, written: 0 })
+        Ok(Self { store, pool, folder, file, shape, written: 0 })
     }
 
     /// Bytes a second of both sides.
-    fn measure(&mut self, direction: Direction, rounds: usize) -> Result<(f64, f64)> {
-        let total = self.page_bytes * BATCH * CALLS;
-        let (file, sync_every) = (self.file.clone(), self.sync_every);
-        let job = Job { direction, file: &file, block: self.page_bytes, total, depth: BATCH as u32, sync_every };
+    fn measure(&mut self, direction: Direction, rounds: Rounds) -> Result<(f64, f64)> {
+        let (file, Shape { page_bytes, batch, sync_every }) = (self.file.clone(), self.shape);
+        let job =
+            Job { direction, file: &file, block: page_bytes, total: self.sample(), depth: batch as u32, sync_every };
         match direction {
             Direction::Write => side_by_side(rounds, || self.write(), || job.run()),
-            Direction::Read => side_by_side(rounds, || self.read(), || job.run()),
+            Direction::Read => side_by_side(rounds, || self.read(false), || job.run()),
         }
     }
 
-    fn parts(&self, batch: u64) -> [Part; 1] {
-        let keys: Vec<_> = (batch * BATCH..(batch + 1) * BATCH).map(key).collect();
-        let pages: Vec<u32> = (0..BATCH as u32).collect();
+    /// Calls of a sample.
+    fn calls(&self) -> u64 {
+        let sample = if self.shape.sync_every > 0 { SMALL_SAMPLE } else { SAMPLE };
+        (sample / (self.shape.page_bytes * self.shape.batch)).max(1)
+    }
+
+    /// Bytes of a sample.
+    fn sample(&self) -> u64 {
+        self.calls() * self.shape.page_bytes * self.shape.batch
+    }
+
+    fn parts(&self, call: u64) -> [Part; 1] {
+        let batch = self.shape.batch;
+        let keys: Vec<_> = (call * batch..(call + 1) * batch).map(key).collect();
+        let pages: Vec<u32> = (0..batch as u32).collect();
         [Part::new(&self.pool, &keys, &pages)]
     }
 
-    /// Stores new pages.
+    /// Removes what was written.
+    fn clean_up(self) -> Result<()> {
+        let Sides { store, folder, file, .. } = self;
+        store.close().map_err(|error| anyhow!("can't close the file plugin: {error}"))?;
+        std::fs::remove_dir_all(&folder).with_context(|| format!("can't remove {}", folder.display()))?;
+        // fio has not run where only the page cache was read.
+        let _ = std::fs::remove_file(file);
+        Ok(())
+    }
+
+    /// Stores new pages. Those of the sample before are removed, so that the disk does not fill up.
     fn write(&mut self) -> Result<f64> {
-        let batches: Vec<_> = (self.written..self.written + CALLS).map(|batch| self.parts(batch)).collect();
-        self.written += CALLS;
+        let calls = self.calls();
+        for call in self.written.saturating_sub(calls)..self.written {
+            let outcome = self.store.remove(&Options::default(), &self.parts(call));
+            ensure!(outcome.all_ok(), "not all pages were removed: {outcome:?}");
+        }
+        let batches: Vec<_> = (self.written..self.written + calls).map(|call| self.parts(call)).collect();
+        self.written += calls;
         let start = Instant::now();
         for parts in &batches {
             let outcome = self.store.set(&Options::default(), parts);
             ensure!(outcome.all_ok(), "not all pages were stored: {outcome:?}");
         }
-        Ok((self.page_bytes * BATCH * CALLS) as f64 / start.elapsed().as_secs_f64())
+        Ok(self.sample() as f64 / start.elapsed().as_secs_f64())
     }
 
-    /// Reads the pages that were stored last, with none of them in the page cache.
-    fn read(&mut self) -> Result<f64> {
-        let batches: Vec<_> = (self.written - CALLS..self.written).map(|batch| self.parts(batch)).collect();
-        drop_from_page_cache(&self.folder)?;
+    /// Reads the pages that were stored last, with none of them in the page cache unless `warm`.
+    fn read(&mut self, warm: bool) -> Result<f64> {
+        let batches: Vec<_> = (self.written - self.calls()..self.written).map(|call| self.parts(call)).collect();
+        if !warm {
+            drop_from_page_cache(&self.folder)?;
+        }
         let start = Instant::now();
         for parts in &batches {
             let outcome = self.store.get(&Options::default(), parts);
             ensure!(outcome.all_ok(), "not all pages came back: {outcome:?}");
         }
-        Ok((self.page_bytes * BATCH * CALLS) as f64 / start.elapsed().as_secs_f64())
+        Ok(self.sample() as f64 / start.elapsed().as_secs_f64())
     }
 }
 
 /// Makes the kernel forget the contents of all files below `folder`.
-fn drop_from_page_cache(folder: &Path) -> Result<()> {
+///
+/// # Errors
+/// When a file can't be opened or synced.
+pub fn drop_from_page_cache(folder: &Path) -> Result<()> {
     for path in storage::files(folder) {
         let file = std::fs::File::open(&path).with_context(|| format!("can't open {}", path.display()))?;
         // Pages that are not on the disk yet would stay.

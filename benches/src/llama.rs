@@ -14,6 +14,8 @@ pub struct Llama {
     child: Child,
     commands: ChildStdin,
     answers: BufReader<ChildStdout>,
+    /// Seconds that it took to load the model.
+    loading: f64,
 }
 
 impl Llama {
@@ -34,8 +36,9 @@ impl Llama {
             .context("can't start node")?;
         let commands = child.stdin.take().context("node has no standard input")?;
         let answers = BufReader::new(child.stdout.take().context("node has no standard output")?);
-        let mut llama = Self { child, commands, answers };
-        llama.answer().context("llama.cpp did not start")?;
+        let mut llama = Self { child, commands, answers, loading: 0.0 };
+        let ready = llama.answer().context("llama.cpp did not start")?;
+        llama.loading = Self::number(&ready, "seconds")?;
         Ok(llama)
     }
 
@@ -72,13 +75,38 @@ impl Llama {
         Self::number(&answer, "seconds")
     }
 
-    /// Tokens a second, of all prompts together, over `steps` tokens after each of `prompts`.
+    /// Computes `prompts`, with room for `most` tokens after each.
     ///
     /// # Errors
     /// What llama.cpp says.
-    pub fn decode(&mut self, prompts: &[Vec<u32>], steps: usize) -> Result<f64> {
-        let answer = self.ask(&json!({"op": "decode", "prompts": prompts, "steps": steps}))?;
+    pub fn begin(&mut self, prompts: &[Vec<u32>], most: usize) -> Result<()> {
+        self.ask(&json!({"op": "begin", "prompts": prompts, "most": most})).map(drop)
+    }
+
+    /// Tokens a second, of all prompts of `begin` together, over `steps` more tokens of each.
+    ///
+    /// # Errors
+    /// What llama.cpp says.
+    pub fn more(&mut self, steps: usize) -> Result<f64> {
+        let answer = self.ask(&json!({"op": "more", "steps": steps}))?;
         Ok(Self::number(&answer, "tokens")? / Self::number(&answer, "seconds")?)
+    }
+
+    /// Ends what `begin` began.
+    ///
+    /// # Errors
+    /// What llama.cpp says.
+    pub fn end(&mut self) -> Result<()> {
+        self.ask(&json!({"op": "end"})).map(drop)
+    }
+
+    /// Seconds from the beginning of loading to the first token after `prompt`, without the start of node around it. To be asked first.
+    ///
+    /// # Errors
+    /// What llama.cpp says.
+    pub fn first(&mut self, prompt: &[u32]) -> Result<f64> {
+        let answer = self.ask(&json!({"op": "first", "tokens": prompt}))?;
+        Ok(self.loading + Self::number(&answer, "seconds")?)
     }
 
     /// Saves the state after `prompt` to `file`.

@@ -1,80 +1,86 @@
-//! The first token of a long prompt after a restart: from storage, and computed.
+//! The first token of a long prompt after a restart: from storage, computed, and from llama.cpp's saved state.
 
-use std::time::Instant;
-
-use anyhow::{Result, ensure};
-use kvdock_tests::prompt;
-use kvdock_tests::server::{Launch, Server};
-use kvdock_tests::storage::wait_stored;
+use anyhow::{Context, Result};
+use kvdock_tests::server::Launch;
 
 use crate::Bench;
+use crate::disk::drop_from_page_cache;
+use crate::fio::{Direction, Job};
 use crate::llama::Llama;
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::{median, side_by_side};
+use crate::sample::side_by_side;
+use crate::stored::{PAGE, Stored, first_token, token_times};
 
-const TOKENS: usize = 1500;
+/// Tokens that come from storage; the prompt has one more.
+const TOKENS: usize = 2048;
+/// Bytes that fio reads to learn the disk's rate.
+const READ: u64 = 256 << 20;
+/// Tokens over which a decode step is measured.
+const STEPS: usize = 32;
 
 /// Adds the rows.
 ///
 /// # Errors
 /// When a side can't be measured.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
-    let cold_name = format!("first token after a restart, {TOKENS} tokens from storage (s), peer the same cold");
-    let llama_name =
-        format!("first token after a restart, {TOKENS} tokens from storage (s), peer llama.cpp's saved state");
-    if !bench.wants(&cold_name) && !bench.wants(&llama_name) {
+    let name = |how: &str| format!("first token after a restart, {TOKENS} tokens from storage, {how}");
+    let llama_name = name("page cache warm (s), peer llama.cpp restoring its saved state");
+    let disk_name = name("page cache cold (s), peer its bytes at fio's rate and one decode step");
+    let computed_name = name("page cache warm (s), peer the same computed");
+    if ![&llama_name, &disk_name, &computed_name].into_iter().any(|name| bench.wants(name)) {
         return Ok(());
     }
-    let folder = bench.scratch.join("restart");
-    let launch = Launch::new().storage(&folder).set("engine.threads", bench.threads);
-    let prompt = prompt::ids(9, TOKENS);
-    let server = launch.start();
-    first_token(&server, &prompt, None, false)?;
-    wait_stored(&server.client(), (TOKENS / 16) as u64);
-    server.stop();
-
-    // Each turn is a fresh process on both sides: one finds the prompt in storage, the other, under another salt,
-    // does not.
-    let mut turn = 0;
-    let mut stored = Vec::new();
-    let (ours, cold) = side_by_side(
-        bench.rounds.min(5),
-        || {
-            let seconds = first_token(&launch.start(), &prompt, None, true)?;
-            stored.push(seconds);
-            Ok(seconds)
-        },
-        || {
-            turn += 1;
-            first_token(&launch.start(), &prompt, Some(&format!("turn {turn}")), false)
-        },
-    )?;
-    if bench.wants(&cold_name) {
-        report.add(Row { name: cold_name, ours, peer: cold, better: Better::Less, goal: Goal::Ratio(30.0) })?;
-    }
+    let stored = bench.stored()?;
+    let prompt = stored.prefix(TOKENS);
+    // Each turn is a fresh process.
+    let launch = Launch::new().storage(&stored.folder).set("engine.threads", bench.threads);
+    let ours = || first_token(&launch.start().client(), prompt, None, Some(TOKENS));
+    let rounds = bench.rounds.at_most(5);
     if bench.wants(&llama_name) {
         let mut llama = Llama::start(bench, bench.threads)?;
         let state = bench.scratch.join("llama-state");
-        llama.save(&prompt, &state)?;
-        let mut seconds = Vec::new();
-        for _ in 0..bench.rounds {
-            seconds.push(llama.restore(&prompt, &state, 77)?);
-        }
-        let peer = median(&mut seconds);
-        // The first turn was the warm-up.
-        let ours = median(stored.get_mut(1..).unwrap_or_default());
-        report.add(Row { name: llama_name, ours, peer, better: Better::Less, goal: Goal::None })?;
+        let (last, before) = prompt.split_last().context("the prompt has tokens")?;
+        llama.save(before, &state)?;
+        let (ours, peer) = side_by_side(rounds, ours, || llama.restore(before, &state, *last))?;
+        report.add(Row { name: llama_name, ours, peer, better: Better::Less, goal: Goal::Ratio(1.2) })?;
+    }
+    if bench.wants(&disk_name) {
+        let (ours, peer) = beside_the_disk(bench, stored, &launch)?;
+        report.add(Row { name: disk_name, ours, peer, better: Better::Less, goal: Goal::Times(1.25) })?;
+    }
+    if bench.wants(&computed_name) {
+        let mut turn = 0;
+        // Under another salt nothing is found.
+        let computed = || {
+            turn += 1;
+            first_token(&launch.start().client(), prompt, Some(&format!("turn {turn}")), Some(0))
+        };
+        let (ours, peer) = side_by_side(rounds, ours, computed)?;
+        report.add(Row { name: computed_name, ours, peer, better: Better::Less, goal: Goal::Ratio(30.0) })?;
     }
     Ok(())
 }
 
-/// Seconds from the request to its first token.
-fn first_token(server: &Server, prompt: &[u32], salt: Option<&str>, from_storage: bool) -> Result<f64> {
-    let client = server.client();
-    let start = Instant::now();
-    let (_, usage) = client.generate_salted(prompt, 1, salt);
-    let seconds = start.elapsed().as_secs_f64();
-    let expected = if from_storage { (TOKENS - 1) / 16 * 16 } else { 0 };
-    ensure!(usage.storage == expected as u64, "expected {expected} tokens from storage, got {usage:?}");
-    Ok(seconds)
+/// Seconds to the first token with nothing of storage in the page cache, and those that the disk and the model need at the least.
+fn beside_the_disk(bench: &Bench, stored: &Stored, launch: &Launch) -> Result<(f64, f64)> {
+    let prompt = stored.prefix(TOKENS);
+    let step = {
+        let server = launch.start();
+        let times = token_times(&server.client(), prompt, STEPS + 1)?;
+        let (first, last) = times.first().zip(times.last()).context("tokens came")?;
+        (*last - *first).as_secs_f64() / STEPS as f64
+    };
+    let bytes = stored.page_bytes * (TOKENS / PAGE) as f64;
+    let file = bench.scratch.join("fio-restart");
+    let job = |direction| Job { direction, file: &file, block: 1 << 20, total: READ, depth: 32, sync_every: 0 };
+    job(Direction::Write).run()?;
+    let ours = || {
+        let server = launch.start();
+        drop_from_page_cache(&stored.folder)?;
+        first_token(&server.client(), prompt, None, Some(TOKENS))
+    };
+    let peer = || job(Direction::Read).run().map(|rate| bytes / rate + step);
+    let sides = side_by_side(bench.rounds.at_most(5), ours, peer);
+    std::fs::remove_file(&file).with_context(|| format!("can't remove {}", file.display()))?;
+    sides
 }

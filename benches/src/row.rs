@@ -7,6 +7,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
+use crate::plot::Line;
+
 /// What a row asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Goal {
@@ -45,7 +47,7 @@ pub struct Row {
 }
 
 #[derive(Serialize)]
-struct Line<'a> {
+struct Shown<'a> {
     name: &'a str,
     ours: f64,
     peer: f64,
@@ -82,8 +84,8 @@ impl Row {
         }
     }
 
-    fn line(&self) -> Line<'_> {
-        Line {
+    fn line(&self) -> Shown<'_> {
+        Shown {
             name: &self.name,
             ours: self.ours,
             peer: self.peer,
@@ -138,6 +140,18 @@ impl Report {
         }
         self.skipped.push((name.to_owned(), reason.to_owned()));
         Ok(())
+    }
+
+    /// Keeps curves: they have no place in the table.
+    ///
+    /// # Errors
+    /// When they can't be written to the file.
+    pub fn curve(&mut self, name: &str, unit: &str, lines: &[Line]) -> Result<()> {
+        let Some(file) = &mut self.json else { return Ok(()) };
+        let lines: Vec<_> =
+            lines.iter().map(|line| serde_json::json!({"name": line.name, "points": line.points})).collect();
+        let line = serde_json::json!({"name": name, "unit": unit, "curves": lines});
+        writeln!(file, "{line}").context("can't write a curve to the JSON file")
     }
 
     /// Prints the table.

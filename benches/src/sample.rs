@@ -1,21 +1,47 @@
 //! Taking samples of two sides in turn.
 
+use std::time::{Duration, Instant};
+
 use anyhow::Result;
 
-/// Measures both sides `rounds` times, turn about, and answers their medians. The first turn of each side only
-/// warms it up.
+/// How often a side is measured, and how long a row may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Rounds {
+    /// Turns of each side at most.
+    pub count: usize,
+    /// After this time no further turn begins.
+    pub budget: Duration,
+}
+
+impl Rounds {
+    /// So many times as often, in the same time.
+    pub fn times(self, factor: usize) -> Self {
+        Self { count: self.count * factor, ..self }
+    }
+
+    /// No more than `count`.
+    pub fn at_most(self, count: usize) -> Self {
+        Self { count: self.count.min(count), ..self }
+    }
+}
+
+/// Measures both sides, turn about, and answers their medians. The first turn of each side only warms it up, unless the two alone took
+/// all the time there is: whoever computes that long is not swayed by cold caches.
 ///
 /// # Errors
 /// Those of the sides.
 pub fn side_by_side(
-    rounds: usize,
+    rounds: Rounds,
     mut ours: impl FnMut() -> Result<f64>,
     mut peer: impl FnMut() -> Result<f64>,
 ) -> Result<(f64, f64)> {
-    ours()?;
-    peer()?;
+    let begin = Instant::now();
+    let first = (ours()?, peer()?);
+    if begin.elapsed() >= rounds.budget {
+        return Ok(first);
+    }
     let (mut our_samples, mut peer_samples) = (Vec::new(), Vec::new());
-    for round in 0..rounds.max(1) {
+    for round in 0..rounds.count.max(1) {
         // Whoever goes second finds the caches as the first left them, so they take turns at that as well.
         if round % 2 == 0 {
             our_samples.push(ours()?);
@@ -23,6 +49,9 @@ pub fn side_by_side(
         } else {
             peer_samples.push(peer()?);
             our_samples.push(ours()?);
+        }
+        if begin.elapsed() >= rounds.budget {
+            break;
         }
     }
     Ok((median(&mut our_samples), median(&mut peer_samples)))
@@ -57,7 +86,12 @@ mod tests {
             *counter += 1;
             Ok(f64::from(*counter))
         };
-        let (ours, peer) = side_by_side(3, || count(&mut a), || count(&mut b)).unwrap();
+        let rounds = Rounds { count: 3, budget: Duration::MAX };
+        let (ours, peer) = side_by_side(rounds, || count(&mut a), || count(&mut b)).unwrap();
         assert_eq!((ours, peer, a, b), (3.0, 3.0, 4, 4));
+        let none = Rounds { count: 3, budget: Duration::ZERO };
+        let (ours, peer) = side_by_side(none, || count(&mut a), || count(&mut b)).unwrap();
+        assert_eq!((ours, peer, a, b), (5.0, 5.0, 5, 5), "without time each is measured once");
+        assert_eq!((none.times(2).count, none.at_most(1).count), (6, 1));
     }
 }

@@ -49,7 +49,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let address = server.address();
     let script = std::cell::RefCell::new(&mut script);
     let (ours, peer) = side_by_side(
-        bench.rounds.min(5),
+        bench.rounds.at_most(5),
         || milliseconds(load.run(&address, CLIENTS, || script.borrow_mut().run(CHANGES, PAUSE)).0),
         || {
             script.borrow_mut().rest();

@@ -1,9 +1,9 @@
 //! `cargo xtask bench`: kvdock beside its peers and the machine's limits, in one run.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::process::{cargo, command, run as run_command, show};
@@ -12,17 +12,39 @@ use crate::{model, mooncake, paths, setup};
 /// Options of `bench`.
 #[derive(Args)]
 pub struct Options {
-    /// Fewer repetitions.
+    /// Fewer repetitions, and an end within ten minutes.
     #[arg(long)]
     quick: bool,
+    /// Where the pictures of curves go; `.cache/pictures` when not given.
+    #[arg(long, value_name = "DIR")]
+    pictures: Option<PathBuf>,
     /// Also write the rows to this file, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Only the rows whose names contain one of these.
+    /// Only the rows whose names contain one of these. The word `growth` alone measures how costs grow with the cache, in place of rows.
     rows: Vec<String>,
 }
 
+/// What measures growth in place of rows.
+const GROWTH: &str = "growth";
+
 pub fn run(options: &Options) -> Result<ExitCode> {
+    match options.rows.as_slice() {
+        [only] if only == GROWTH => growth(options),
+        rows if rows.iter().any(|row| row == GROWTH) => bail!("`{GROWTH}` stands for no row: ask for it alone"),
+        _ => rows(options),
+    }
+}
+
+/// Neither a model nor a peer is needed.
+fn growth(options: &Options) -> Result<ExitCode> {
+    setup::ensure(&[setup::CC])?;
+    let program = "kvdock-bench-growth";
+    run_command(cargo().args(["build", "--release", "--package", "kvdock-benches", "--bin", program]))?;
+    start(program, options, |_| {})
+}
+
+fn rows(options: &Options) -> Result<ExitCode> {
     setup::ensure(&[setup::CC, setup::PIP, setup::NPM, setup::FIO])?;
     let model = model::fetch()?;
     let peers = fetch_llama()?;
@@ -36,17 +58,28 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         build.args(["--package", package]);
     }
     run_command(&mut build)?;
-    let program = paths::release()?.join("kvdock-bench");
+    start("kvdock-bench", options, |bench| {
+        bench.arg("--model").arg(&model).arg("--peers").arg(&peers).args(&options.rows);
+    })
+}
+
+/// Runs a program of the benches with what all of them take.
+fn start(program: &str, options: &Options, more: impl FnOnce(&mut Command)) -> Result<ExitCode> {
+    let program = paths::release()?.join(program);
     let mut bench = command(paths::text(&program)?);
-    bench.arg("--model").arg(&model).arg("--peers").arg(&peers);
+    // Names are meant from where the command was given.
+    let here = std::env::current_dir().context("can't find the current folder")?;
+    match &options.pictures {
+        Some(folder) => bench.arg("--pictures").arg(here.join(folder)),
+        None => bench.arg("--pictures").arg(paths::cache().join("pictures")),
+    };
     if options.quick {
         bench.arg("--quick");
     }
     if let Some(file) = &options.json {
-        let here = std::env::current_dir().context("can't find the current folder")?;
         bench.arg("--json").arg(here.join(file));
     }
-    bench.args(&options.rows);
+    more(&mut bench);
     let status = bench.status().with_context(|| format!("can't start `{}`", show(&bench)))?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -71,4 +104,16 @@ fn fetch_llama() -> Result<PathBuf> {
     )?;
     std::fs::write(&mark, VERSION).with_context(|| format!("can't write {}", mark.display()))?;
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_asked_for_alone() {
+        let rows = vec!["growth".to_owned(), "decode".to_owned()];
+        let error = run(&Options { quick: true, pictures: None, json: None, rows }).unwrap_err();
+        assert!(error.to_string().contains("alone"), "{error}");
+    }
 }
