@@ -43,25 +43,54 @@ __device__ __forceinline__ void dequant(const Matrix& matrix, typename E::Stored
     }
 }
 
-// A warp makes one element of up to four rows of out; lane l takes columns l, l + 32, ... in order.
-template <class Matrix>
-__device__ __forceinline__ void matvec(const Matrix& matrix, const f32* x, const f32* bias, f32* out, u32 out_rows, u32 rows) {
-    const u32 o = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, cols = matrix.cols;
-    const u32 first_row = blockIdx.y * 4, count = min(rows - first_row, 4u);
-    if (o >= out_rows) return;
-    x += u64(first_row) * cols;
-    f32 sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (u32 col = lane; col < cols; col += 32) {
+// One row of weights times up to four rows of x, by a warp; `x_of(r)` is where row r begins. Lane l takes columns l, l + 32, ... in order.
+template <class Matrix, class RowOf>
+__device__ __forceinline__ void times_rows(const Matrix& matrix, u32 o, u32 count, RowOf x_of, f32 (&sums)[4]) {
+#pragma unroll
+    for (u32 r = 0; r < 4; r++) sums[r] = 0.0f;
+    for (u32 col = threadIdx.x % 32; col < matrix.cols; col += 32) {
         const f32 weight = matrix.at(o, col);
 #pragma unroll
         for (u32 r = 0; r < 4; r++) {
-            if (r < count) sums[r] = fmaf(weight, x[u64(r) * cols + col], sums[r]);
+            if (r < count) sums[r] = fmaf(weight, x_of(r)[col], sums[r]);
         }
     }
 #pragma unroll
+    for (u32 r = 0; r < 4; r++) sums[r] = warp_sum(sums[r]);
+}
+
+template <class Matrix>
+__device__ __forceinline__ void matvec(const Matrix& matrix, const f32* x, const f32* bias, f32* out, u32 out_rows, u32 rows) {
+    const u32 o = blockIdx.x * 8 + threadIdx.x / 32, first_row = blockIdx.y * 4, count = min(rows - first_row, 4u), cols = matrix.cols;
+    if (o >= out_rows) return;
+    x += u64(first_row) * cols;
+    f32 sums[4];
+    times_rows(matrix, o, count, [=](u32 r) { return x + u64(r) * cols; }, sums);
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
     for (u32 r = 0; r < 4; r++) {
-        const f32 sum = warp_sum(sums[r]);
-        if (lane == 0 && r < count) out[u64(first_row + r) * out_rows + o] = bias ? sum + bias[o] : sum;
+        if (r < count) out[u64(first_row + r) * out_rows + o] = bias ? sums[r] + bias[o] : sums[r];
+    }
+}
+
+// The same for pairs of rows and experts, four pairs of an expert at a time: `weights`, `scales` and `biases` are addresses by expert.
+template <class Matrix>
+__device__ __forceinline__ void moe_matvec(const u64* weights, const u64* scales, u32 bytes, const u64* biases, const f32* x, const u32* offsets,
+                                           const u32* order, f32* out, u32 out_rows, u32 cols, u32 pairs_a_row) {
+    const u32 o = blockIdx.x * 8 + threadIdx.x / 32, expert = blockIdx.z, end = offsets[expert + 1];
+    if (o >= out_rows) return;
+    const Matrix matrix{reinterpret_cast<const u8*>(weights[expert]), reinterpret_cast<const void*>(scales[expert]), bytes, cols};
+    for (u32 first = offsets[expert] + 4 * blockIdx.y; first < end; first += 4 * gridDim.y) {
+        const u32 count = min(end - first, 4u);
+        f32 sums[4];
+        times_rows(matrix, o, count, [=](u32 r) { return x + u64(order[first + r] / pairs_a_row) * cols; }, sums);
+        if (threadIdx.x % 32 != 0) continue;
+#pragma unroll
+        for (u32 r = 0; r < 4; r++) {
+            if (r >= count) break;
+            const f32 sum = biases ? sums[r] + reinterpret_cast<const f32*>(biases[expert])[o] : sums[r];
+            out[u64(order[first + r]) * out_rows + o] = sum;
+        }
     }
 }
 
@@ -76,6 +105,12 @@ __device__ __forceinline__ void matvec(const Matrix& matrix, const f32* x, const
                                                 f32* out, u32 out_rows, u32 cols, u32 rows) {                                \
         matvec(Matrix{w, scales, bytes, cols}, x, bias, out, out_rows, rows);                                                \
     }                                                                                                                        \
+    KERNEL __launch_bounds__(256) moe_matvec_##name(const u64* weights, const u64* scales, u32 bytes, const u64* biases,     \
+                                                    const f32* x, const u32* offsets, const u32* order, f32* out,            \
+                                                    u32 out_rows, u32 cols, u32 pairs_a_row) {                               \
+        moe_matvec<Matrix>(weights, scales, bytes, biases, x, offsets, order, out, out_rows, cols, pairs_a_row);             \
+    }                                                                                                                        \
+    EXPORT(moe_matvec_##name)                                                                                                \
     EXPORT(dequant_##name##_f32)                                                                                             \
     EXPORT(dequant_##name##_bf16)                                                                                            \
     EXPORT(matvec_##name)

@@ -283,6 +283,23 @@ pub fn narrow(program: &Program) -> Checked {
             })
             .collect();
         near(&format!("matvec_{kind}"), &gpu.read(out)?, &product, 2e-6)?;
+
+        // The same matrix for two experts, three pairs and two.
+        let (weights, scale_list) = (gpu.memory(&[0u64; 2])?, gpu.memory(&[0u64; 2])?);
+        let (biases, bias) = (gpu.memory(&[0u64; 2])?, random.floats(rows));
+        let at_bias = gpu.memory(&bias)?;
+        for expert in 0..2 {
+            gpu.point(weights, 8 * expert, w, 0)?;
+            gpu.point(scale_list, 8 * expert, s, 0)?;
+            gpu.point(biases, 8 * expert, at_bias, 0)?;
+        }
+        let (offsets, order) = (gpu.memory(&[0u32, 3, 5])?, gpu.memory(&[1u32, 3, 4, 0, 2])?);
+        let out = gpu.poison(x_rows * rows)?;
+        let grid = Grid([rows.div_ceil(8) as u32, 1, 2], 256, 0);
+        let args = args![weights, scale_list, flag, biases, gx, offsets, order, out, r, c, 1u32];
+        gpu.launch(&format!("moe_matvec_{kind}"), grid, args)?;
+        let biased: Vec<f32> = product.iter().enumerate().map(|(i, y)| y + bias[i % rows]).collect();
+        near(&format!("moe_matvec_{kind}"), &gpu.read(out)?, &biased, 2e-6)?;
     }
     Ok(())
 }
