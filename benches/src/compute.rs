@@ -10,6 +10,7 @@ use kvdock_models::{Batch, LoadOptions, Logits, Model, NoHooks, SeqChunk, Want, 
 use kvdock_tests::prompt;
 
 use crate::Bench;
+use crate::limit::memory_read_rate;
 use crate::llama::Llama;
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::side_by_side;
@@ -54,8 +55,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     }
     let mut ours = Ours::load(bench)?;
     let mut llama = Llama::start(bench, bench.threads)?;
-    let mut add = |name: String, (ours, peer): (f64, f64), goal: f64| {
-        report.add(Row { name, ours, peer, better: Better::More, goal: Goal::Ratio(goal) })
+    let mut add = |name: String, (ours, peer): (f64, f64), goal: Goal| {
+        report.add(Row { name, ours, peer, better: Better::More, goal })
     };
     for (name, tokens) in prefills {
         let prompt = prompt::ids(1, tokens);
@@ -65,10 +66,15 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             || ours.prefill(&prompt).map(|seconds| count / seconds),
             || llama.prefill(&prompt).map(|seconds| count / seconds),
         )?;
-        add(name, sides, 1.5)?;
+        add(name, sides, Goal::Ratio(1.5))?;
     }
+    let (mut memory, mut weights) = (0.0, 0.0);
     if !decodes.is_empty() {
         llama = faster_decoder(bench, llama)?;
+        memory = memory_read_rate(bench)?;
+        // But for the vocabulary, the file is weights.
+        weights = std::fs::metadata(&bench.model).context("the model's file")?.len() as f64;
+        eprintln!("{} threads read {:.1} GB/s from memory", bench.threads, memory / 1e9);
     }
     for (name, context, our_count, their_count, goal) in decodes {
         let prompts: Vec<Vec<u32>> = (0..our_count as u64).map(|seed| prompt::ids(seed, context)).collect();
@@ -77,7 +83,15 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         llama.begin(prompts.get(..their_count).unwrap_or_default(), most)?;
         let sides = side_by_side(bench.rounds, || decoding.more(STEPS), || llama.more(STEPS))?;
         llama.end()?;
-        add(name, sides, goal)?;
+        let limit = {
+            // Each step reads all weights once, and the keys and values of each sequence.
+            let kv = our_count * context * ours.pool.spec().page_bytes() / PAGE;
+            memory / (weights + kv as f64) * our_count as f64
+        };
+        let of_limit =
+            format!("decode, {our_count} x context {context} (tokens/s), peer its bytes at the memory's rate");
+        add(name, sides, Goal::Ratio(goal))?;
+        add(of_limit, (sides.0, limit), Goal::None)?;
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ mod disk;
 mod fio;
 #[path = "../plugin/keys.rs"]
 mod keys;
+mod limit;
 mod llama;
 mod lookup;
 mod memory;
