@@ -28,6 +28,7 @@ mod stored;
 mod swaps;
 mod tier;
 mod tree;
+mod umbp;
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeSet;
@@ -168,6 +169,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         lookup::rows,
         tree::rows,
         mooncake::rows,
+        umbp::rows,
         memory::rows,
         swaps::rows,
     ] {

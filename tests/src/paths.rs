@@ -33,6 +33,11 @@ pub fn mooncake_plugin() -> PathBuf {
     existing(build().join("libkvdock_plugin_mooncake.so"), "the Mooncake plugin")
 }
 
+/// The UMBP plugin.
+pub fn umbp_plugin() -> PathBuf {
+    existing(build().join("libkvdock_plugin_umbp.so"), "the UMBP plugin")
+}
+
 /// The plugin into which tests plant faults; see [`crate::broken`].
 pub fn broken_plugin() -> PathBuf {
     existing(build().join("libkvdock_broken_plugin.so"), "the plugin of tests/broken")

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::process::{cargo, command, run as run_command, show};
-use crate::{model, mooncake, paths, setup};
+use crate::{model, mooncake, paths, setup, umbp};
 
 /// Options of `bench`.
 #[derive(Args)]
@@ -51,7 +51,10 @@ fn rows(options: &Options) -> Result<ExitCode> {
     if let Err(error) = mooncake::fetch() {
         eprintln!("warning: the real Mooncake services can't be had, their rows are skipped: {error:#}");
     }
-    let packages = ["kvdock", "kvdock-plugin-file", "kvdock-plugin-mooncake", "kvdock-benches"];
+    if let Err(error) = umbp::fetch() {
+        eprintln!("warning: the real UMBP client can't be had, rows beside it are skipped: {error:#}");
+    }
+    let packages = ["kvdock", "kvdock-plugin-file", "kvdock-plugin-mooncake", "kvdock-plugin-umbp", "kvdock-benches"];
     let mut build = cargo();
     build.args(["build", "--release", "--lib", "--bins", "--examples"]);
     for package in packages {

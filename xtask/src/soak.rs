@@ -12,7 +12,8 @@ use crate::test;
 #[derive(Args)]
 pub struct Options {
     /// How many times longer than in `cargo xtask test`; 7 gives at least 20 kills, 60 seconds of load, 3 minutes of
-    /// swaps under load and ten minutes of random operations on a Mooncake store.
+    /// swaps under load, ten minutes of random operations on a Mooncake store, and 50 kills and a million operations
+    /// of a UMBP store.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     factor: u32,
     /// Only the soak tests whose names contain one of these.

@@ -1,133 +1,26 @@
 //! The configuration `storage.<instance>.*`, and the environment variables that other nodes of UMBP read.
 
 mod environment;
+mod refused;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod types;
+mod values;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use kvdock_plugin_api::{Error, ErrorKind, Identity, Open, Result};
 use serde_json::{Map, Value};
 
 use crate::linker::Cuts;
+use crate::segment::MOST_SEGMENT;
 pub use schema::SCHEMA;
+pub use types::{Copies, Dram, IoBackend, Pipeline, Policy, Role, Scheme, Ssd, Standalone};
+use values::{SIZE, default_dir, expand, flag, numbers, size, texts};
 
 /// Configuration for the conformance suite: memory and disk of this process.
 pub const CHECK_CONFIG: &str = r#"{"ssd_storage_dir":"{scratch}","dram_capacity_bytes":"256MiB","dram_page_size":4096,"ssd_capacity_bytes":"1GiB","ssd_segment_size_bytes":"64MiB"}"#;
-
-/// How pages are named in the store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scheme {
-    /// With identity.
-    Kvdock,
-    /// As SGLang names them.
-    Sglang,
-}
-
-/// What a process may do in a directory of segments that several share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// It has the directory alone; pages go there when memory is short, and at the end.
-    Standalone,
-    /// It writes every page to the directory as well.
-    Leader,
-    /// It reads what the leader writes.
-    Follower,
-}
-
-/// What makes room in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
-    /// The page used longest ago goes.
-    Lru,
-    /// Among the pages used longest ago, the one deepest in its chain goes.
-    PrefixAwareLru,
-}
-
-/// What moves bytes to and from segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IoBackend {
-    /// io_uring where the kernel has it, else positional I/O.
-    Uring,
-    /// Positional I/O.
-    Posix,
-}
-
-/// Memory of this process.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Dram {
-    /// Bytes of the pool.
-    pub capacity: u64,
-    /// Bytes of its pages.
-    pub page: u64,
-    /// Used part from which room is made.
-    pub high: f64,
-    /// Used part to which room is made.
-    pub low: f64,
-    /// Whether to map it with huge pages, and how large those are.
-    pub huge_page: Option<u64>,
-    /// NUMA node to bind it to.
-    pub numa_node: Option<u32>,
-    /// Touch all of it at the start.
-    pub prefault: bool,
-}
-
-/// Segment files.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Ssd {
-    /// Directories, one a drive.
-    pub dirs: Vec<PathBuf>,
-    /// Bytes over all of them.
-    pub capacity: u64,
-    /// Bytes of a segment file.
-    pub segment: u64,
-    /// What moves the bytes.
-    pub io: IoBackend,
-    /// Operations in flight at most.
-    pub queue_depth: u32,
-    /// Whether a write is on the disk when it is acknowledged.
-    pub strict: bool,
-    /// Used part from which room is made.
-    pub high: f64,
-    /// Used part to which room is made.
-    pub low: f64,
-    /// Past the page cache, where the file system lets it.
-    pub direct: bool,
-    /// Write checksums and verify them.
-    pub verify: bool,
-    /// Threads of a read.
-    pub threads: usize,
-}
-
-/// Copies from memory to segments.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pipeline {
-    /// The leader's copies happen after a set has answered.
-    pub background: bool,
-    /// Most pages that wait for their copy.
-    pub queue: usize,
-    /// Threads that copy.
-    pub workers: usize,
-    /// Most pages of one write.
-    pub batch: usize,
-}
-
-/// The mode with a server of the node.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Standalone {
-    /// Address of the server: a Unix socket.
-    pub address: String,
-    /// How long to wait for it at the start.
-    pub startup: Duration,
-    /// Identity of this worker at the master, for external KV reports; may be empty.
-    pub node_id: String,
-    /// Address that goes with it.
-    pub node_address: String,
-    /// Tags of the worker.
-    pub tags: Vec<String>,
-}
 
 /// The configuration.
 #[derive(Debug, Clone, PartialEq)]
@@ -189,8 +82,11 @@ impl Config {
                 high: 0.9,
                 low: 0.7,
                 huge_page: None,
-                numa_node: None,
+                numa_nodes: Vec::new(),
+                numa_strict: false,
                 prefault: false,
+                prefault_threads: 0,
+                copies: Copies { write_threads: 4, read_threads: 4, worth: 4 << 20, past_caches: Some(32 << 10) },
             },
             ssd: None,
             role: Role::Standalone,
@@ -218,6 +114,8 @@ impl Config {
             direct: true,
             verify: true,
             threads: 4,
+            shard_threads: 0,
+            single_flight: true,
         };
         let mut server = Standalone {
             address: String::new(),
@@ -225,7 +123,11 @@ impl Config {
             node_id: String::new(),
             node_address: String::new(),
             tags: Vec::new(),
+            key_handles: 128,
+            message: 64 << 20,
         };
+        let (mut nt_copy, mut nt_bytes) = (true, 32 << 10);
+        let mut older_role = None;
         let mut ssd_enabled = true;
         let (mut huge, mut huge_size) = (false, 2u64 << 20);
         let mut page_given = false;
@@ -280,14 +182,23 @@ impl Config {
                         return Err(bad("a power of two"));
                     }
                 }
-                "dram_numa_node" => {
-                    config.dram.numa_node = match value.as_i64().or_else(|| value.as_str()?.trim().parse().ok()) {
-                        Some(-1) => None,
-                        Some(node) if (0..1024).contains(&node) => Some(node as u32),
-                        _ => return Err(bad("a NUMA node, or -1 for none")),
-                    }
+                "dram_numa_node" => match value.as_i64().or_else(|| value.as_str()?.trim().parse().ok()) {
+                    Some(-1) => {}
+                    Some(node) if (0..1024).contains(&node) => config.dram.numa_nodes.push(node as u32),
+                    _ => return Err(bad("a NUMA node, or -1 for none")),
+                },
+                "dram_numa_nodes" => {
+                    let nodes = numbers(value).filter(|nodes| nodes.iter().all(|node| *node < 1024));
+                    config.dram.numa_nodes.extend(nodes.ok_or_else(|| bad("a list of NUMA nodes"))?);
                 }
+                "dram_numa_strict" => config.dram.numa_strict = switch()?,
                 "dram_prefault" => config.dram.prefault = switch()?,
+                "dram_prefault_threads" => config.dram.prefault_threads = number(0, 256)? as usize,
+                "dram_write_threads" => config.dram.copies.write_threads = number(1, 64)? as usize,
+                "dram_read_threads" => config.dram.copies.read_threads = number(1, 64)? as usize,
+                "dram_copy_threads_min_bytes" => config.dram.copies.worth = bytes(1)?,
+                "dram_nt_copy" => nt_copy = switch()?,
+                "dram_nt_copy_min_bytes" => nt_bytes = bytes(0)? as usize,
                 "ssd_enabled" => ssd_enabled = switch()?,
                 "ssd_storage_dir" => {
                     let list = text("a directory, or several with commas between them")?;
@@ -298,7 +209,12 @@ impl Config {
                     }
                 }
                 "ssd_capacity_bytes" => ssd.capacity = bytes(65536)?,
-                "ssd_segment_size_bytes" => ssd.segment = bytes(16384)?,
+                "ssd_segment_size_bytes" => {
+                    ssd.segment = bytes(16384)?;
+                    if ssd.segment > MOST_SEGMENT {
+                        return Err(bad("at most 64GiB"));
+                    }
+                }
                 "ssd_queue_depth" => ssd.queue_depth = number(1, 65536)? as u32,
                 "ssd_io_backend" => {
                     ssd.io = match value.as_str() {
@@ -317,7 +233,9 @@ impl Config {
                 "ssd_backend" => match value.as_str() {
                     Some("file") => {}
                     Some("spdk" | "spdk_proxy") => {
-                        return Err(bad("\"file\": drives without a file system (spdk) are not in this version"));
+                        return Err(bad(
+                            "\"file\": drives without a file system (spdk, also by UMBP_SPDK_NVME_PCI) are not in this version",
+                        ));
                     }
                     _ => return Err(bad("\"file\"")),
                 },
@@ -326,6 +244,8 @@ impl Config {
                 "ssd_direct_io" => ssd.direct = switch()?,
                 "ssd_verify_crc" => ssd.verify = switch()?,
                 "ssd_tier_io_threads" => ssd.threads = number(1, 64)? as usize,
+                "ssd_shard_io_threads" => ssd.shard_threads = number(0, 64)? as usize,
+                "ssd_single_flight_reads" => ssd.single_flight = switch()?,
                 "ssd_copy_async" => config.pipeline.background = switch()?,
                 "ssd_copy_queue_depth" => config.pipeline.queue = number(1, 1 << 20)? as usize,
                 "ssd_copy_worker_threads" => config.pipeline.workers = number(1, 64)? as usize,
@@ -336,6 +256,12 @@ impl Config {
                         Some("leader") => Role::Leader,
                         Some("follower") => Role::Follower,
                         _ => return Err(bad("\"standalone\", \"leader\" or \"follower\"")),
+                    }
+                }
+                "follower_mode" | "force_ssd_copy_on_write" => {
+                    let named = if key == "follower_mode" { Role::Follower } else { Role::Leader };
+                    if switch()? && older_role.replace(named).is_some_and(|other| other != named) {
+                        return Err(bad("one of the two: a follower stores nothing"));
                     }
                 }
                 "eviction_policy" => {
@@ -367,6 +293,8 @@ impl Config {
                 "standalone_auto_start" => {
                     return Err(bad("false: this version starts no server; start umbp_standalone_server beside it"));
                 }
+                "key_handle_slots" => server.key_handles = number(0, 1 << 20)? as usize,
+                "grpc_max_message_bytes" => server.message = bytes(65536)?.min(1 << 31) as usize,
                 "node_id" => server.node_id = text("a name")?,
                 "node_address" => server.node_address = text("an address")?,
                 "node_tags" | "tags" => server.tags = texts(value).ok_or_else(|| bad("a list of texts"))?,
@@ -375,10 +303,25 @@ impl Config {
                         "nothing: this version does not join a master itself; let a umbp_standalone_server join it, and name that in standalone_address",
                     ));
                 }
-                _ => return Err(fail(instance, key, "there is no such key")),
+                _ => match refused::look(key, value) {
+                    Some(Ok(())) => {}
+                    Some(Err(right)) => return Err(bad(right)),
+                    None => return Err(fail(instance, key, "there is no such key")),
+                },
             }
         }
         config.dram.huge_page = huge.then_some(huge_size);
+        config.dram.copies.past_caches = nt_copy.then_some(nt_bytes);
+        config.dram.numa_nodes.sort_unstable();
+        config.dram.numa_nodes.dedup();
+        match older_role {
+            Some(older) if config.role == Role::Standalone => config.role = older,
+            Some(older) if config.role != older => {
+                let what = format!("it says {:?}, and follower_mode or force_ssd_copy_on_write {older:?}", config.role);
+                return Err(fail(instance, "role", &what));
+            }
+            _ => {}
+        }
         let marks = |key: &str, low: f64, high: f64| {
             let what = format!("{low} is not below the high watermark, {high}");
             if low < high { Ok(()) } else { Err(fail(instance, key, &what)) }
@@ -432,72 +375,8 @@ impl Config {
     }
 }
 
-const SIZE: &str = "a number of bytes such as 1073741824 or \"4GiB\"";
-
-fn default_dir(variable: &dyn Fn(&str) -> Option<String>) -> Option<PathBuf> {
-    let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")))?;
-    Some(cache.join("kvdock").join("umbp"))
-}
-
-fn expand(dir: &str, variable: &dyn Fn(&str) -> Option<String>) -> PathBuf {
-    match (dir.strip_prefix("~/"), variable("HOME")) {
-        (Some(rest), Some(home)) => PathBuf::from(home).join(rest),
-        _ => PathBuf::from(dir),
-    }
-}
-
 /// An error about a key.
 pub fn fail(instance: &str, key: &str, what: &str) -> Error {
     let dot = if key.is_empty() { "" } else { "." };
     Error::new(ErrorKind::InvalidConfig, format!("storage.{instance}{dot}{key}: {what}"))
-}
-
-/// True and false, also as the texts that environment variables hold.
-fn flag(value: &Value) -> Option<bool> {
-    match value {
-        Value::Bool(value) => Some(*value),
-        Value::String(text) => match text.to_ascii_lowercase().as_str() {
-            "1" | "true" | "yes" | "on" => Some(true),
-            "0" | "false" | "no" | "off" => Some(false),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
-/// A list of texts, or one text with commas.
-fn texts(value: &Value) -> Option<Vec<String>> {
-    match value {
-        Value::String(list) => {
-            Some(list.split(',').map(|text| text.trim().to_owned()).filter(|text| !text.is_empty()).collect())
-        }
-        Value::Array(list) => list.iter().map(|item| item.as_str().map(str::to_owned)).collect(),
-        _ => None,
-    }
-}
-
-/// A size: an integer, or digits with a unit (`k`, `M`, `G`, `T`; with `i` for powers of 1024), with or without `B`.
-fn size(value: &Value) -> Option<u64> {
-    if let Some(number) = value.as_u64() {
-        return Some(number);
-    }
-    let text = value.as_str()?.trim();
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at_checked(digits)?;
-    let unit = unit.trim_start();
-    let unit = unit.strip_suffix('B').unwrap_or(unit);
-    let factor: u64 = match unit {
-        "" => 1,
-        "k" | "K" => 1000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        "ki" | "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(factor)
 }

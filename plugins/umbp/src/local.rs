@@ -1,7 +1,9 @@
 //! Local mode: memory and disk of this process.
 
+mod bytes;
 mod copy;
 pub mod disk;
+mod lost;
 pub mod memory;
 pub mod order;
 mod put;
@@ -44,6 +46,8 @@ struct Tiers {
     /// Why the disk last failed, if nothing has gone well since.
     trouble: Mutex<Option<String>>,
     looked: Mutex<Option<Instant>>,
+    /// When it was last seen to that the segments are still there.
+    missed: Mutex<Option<Instant>>,
     /// Objects that went without a copy because there was no room.
     evicted: AtomicU64,
     demoted: AtomicU64,
@@ -52,9 +56,14 @@ struct Tiers {
 
 impl Tiers {
     fn open(config: &Config, host: Host) -> Result<Tiers> {
-        let memory = Memory::map(&config.dram)?;
-        let mut state = State::new(memory.pages());
         let mut told = |what: String| host.log(LogLevel::Warn, "umbp", &what);
+        let mut dram = config.dram.clone();
+        if config.role == Role::Leader {
+            // What comes in is read again at once, to be written to the disk.
+            dram.copies.past_caches = None;
+        }
+        let memory = Memory::map(&dram, &mut told)?;
+        let mut state = State::new(memory.pages());
         let follower = config.role == Role::Follower;
         let disk = match &config.ssd {
             None => None,
@@ -77,6 +86,7 @@ impl Tiers {
             stop: AtomicBool::new(false),
             trouble: Mutex::default(),
             looked: Mutex::default(),
+            missed: Mutex::default(),
             evicted: AtomicU64::new(0),
             demoted: AtomicU64::new(0),
             promoted: AtomicU64::new(0),
@@ -115,26 +125,30 @@ impl Tiers {
         }
     }
 
-    /// A follower looks for what its leader has written, not too often.
+    /// A follower looks for what its leader has written, not too often. Who comes while another one looks does not wait for that.
     fn look_again(&self) -> bool {
         let Some(disk) = self.disk.as_ref().filter(|_| self.config.role == Role::Follower) else { return false };
-        let mut looked = self.looked.lock();
+        let Some(mut looked) = self.looked.try_lock() else { return false };
         if looked.is_some_and(|at| at.elapsed() < LOOK_AGAIN) {
             return false;
         }
-        *looked = Some(Instant::now());
         let mut told = |what: String| self.host.log(LogLevel::Debug, "umbp", &what);
-        match disk.look(&mut told) {
+        let any = match disk.look(&mut told) {
             Ok(found) => {
                 let any = !found.is_empty();
                 index(&mut self.state.write(), disk, found);
+                // What the leader has moved is known by its new place now.
+                self.give_up_lost();
+                self.went_well();
                 any
             }
             Err(error) => {
                 self.failed(&format!("the leader's directory can't be read: {error}"));
                 false
             }
-        }
+        };
+        *looked = Some(Instant::now());
+        any
     }
 
     fn exists(&self, names: &[Vec<u8>]) -> Vec<bool> {
@@ -216,6 +230,7 @@ impl Tiers {
     /// Everything in memory gets a record, and everything is on the disk.
     fn flush(&self, call: &Call<'_>) -> Result<()> {
         let Some(disk) = self.disk.as_ref().filter(|_| self.config.role != Role::Follower) else { return Ok(()) };
+        self.give_up_lost();
         self.write_out_all(call)?;
         disk.logs.iter().try_for_each(crate::segment::Log::sync).map_err(|error| {
             let what = format!("segments can't be written to the disk: {error}");
@@ -252,12 +267,14 @@ fn index(state: &mut State, disk: &Disk, found: Vec<(Vec<u8>, Place)>) {
     }
 }
 
-/// Runs work over `count` items, by several threads where there are many bytes.
-fn spread(count: usize, bytes: u64, work: impl Fn(usize) + Sync) {
-    /// Bytes a thread that are worth starting one.
-    const WORTH: u64 = 4 << 20;
-    let most = std::thread::available_parallelism().map_or(1, usize::from).min(4);
-    let threads = most.min((bytes / WORTH) as usize).min(count).max(1);
+/// Runs work over `count` items, by several threads where there are many bytes: one more for each `worth` of them.
+fn spread(count: usize, bytes: u64, most: usize, worth: u64, work: impl Fn(usize) + Sync) {
+    let most = std::thread::available_parallelism().map_or(1, usize::from).min(most);
+    share(count, most.min((bytes / worth.max(1)) as usize), work);
+}
+
+/// Runs work over `count` items, by so many threads.
+fn share(count: usize, threads: usize, work: impl Fn(usize) + Sync) {
     let next = std::sync::atomic::AtomicUsize::new(0);
     let run = || {
         loop {
@@ -268,6 +285,7 @@ fn spread(count: usize, bytes: u64, work: impl Fn(usize) + Sync) {
             work(item);
         }
     };
+    let threads = threads.min(count);
     if threads < 2 {
         return run();
     }

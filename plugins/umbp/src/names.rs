@@ -79,7 +79,9 @@ impl Names {
             Error::new(ErrorKind::Unsupported, text)
         };
         if pool.seal_segment().is_some() {
-            return Err(refuse("has no room for the seal; the pool has to be described without one"));
+            return Err(refuse(
+                "has no room for the seal; with key_scheme = \"sglang\" in the same table the host describes pools without one",
+            ));
         }
         if self.shares_heads {
             return Err(refuse("does not split heads between sizes of tensor parallelism in this version"));

@@ -1,10 +1,16 @@
 //! Segment files: records one after another, no index beside them. FORMAT.md says the bytes.
 
+mod append;
 pub mod buffer;
+mod file;
+mod lock;
 pub mod log;
+mod plain;
 pub mod record;
 pub mod ring;
-pub mod scan;
+mod scan;
 
+pub use append::Item;
 pub use buffer::Buffer;
-pub use log::{Item, Location, Log, Options, Segment};
+pub use file::{Location, MOST_SEGMENT, Segment};
+pub use log::{Log, Options};

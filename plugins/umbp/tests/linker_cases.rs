@@ -3,7 +3,7 @@
 //! | case | test, or why there is none |
 //! | --- | --- |
 //! | U01 | `u01_ranges_of_an_object_tile_it` |
-//! | U02 | none: page indices on a device are copied by the host, which passes numbers |
+//! | U02 | `u02_pages_that_pools_share_are_read_once_they_are_ready`: the host passes numbers of pages, so none are copied from a device, and there is nothing to warn of |
 //! | U03 | `u03_layers_in_another_order_and_layers_without_objects_complete` |
 //! | U04 | `u04_pools_of_a_batch_have_page_counts_of_their_own` |
 //! | U05 | `u05_lookup_stops_at_a_partial_page_and_trailing_pools_may_be_sparse` |
@@ -106,6 +106,29 @@ fn u01_ranges_of_an_object_tile_it() {
         (8..11).for_each(|page| pool.wipe(page));
         assert!(all_ok(&load(&linker, 1, &[part(&pool, &[5, 6, 7], 8)])));
         assert!((0..3).all(|i| pool.holds(8 + i, 5 + u64::from(i))), "groups of {group} layers");
+    }
+}
+
+#[test]
+fn u02_pages_that_pools_share_are_read_once_they_are_ready() {
+    let (kv, swa) = (layered(0, "kv", &[0, 1, 2]), layered(1, "swa", &[1]));
+    let (_dir, _host, store) = attach(json!({}), &[&kv, &swa]);
+    let linker = store.linker().unwrap();
+    // One list of pages for both pools; what is in them when they are handed over is not what is to be stored.
+    let both = |from| [part(&kv, &[1, 2, 3], from), part(&swa, &[1, 2, 3], from)];
+    (0..3).for_each(|page| [&kv, &swa].iter().for_each(|pool| pool.fill(page, 70)));
+    let flag: &'static AtomicU32 = Box::leak(Box::new(AtomicU32::new(0)));
+    let wait = (ReadyKind::HostFlag as u32, std::ptr::from_ref(flag) as u64);
+    linker.offload(&Options::default(), 1, &both(0), &[wait]).unwrap();
+    assert_eq!(linker.pop().unwrap(), None);
+    (0..3).for_each(|page| [&kv, &swa].iter().for_each(|pool| pool.fill(page, 1 + u64::from(page))));
+    flag.store(1, Ordering::Release);
+    assert_eq!(pop(&linker), Completed { operation: 1, result: Ok(()) });
+    (8..11).for_each(|page| [&kv, &swa].iter().for_each(|pool| pool.wipe(page)));
+    assert!(all_ok(&load(&linker, 1, &both(8))));
+    for page in 0..3 {
+        let number = 1 + u64::from(page);
+        assert!(kv.holds(8 + page, number) && swa.holds(8 + page, number), "page {number}");
     }
 }
 

@@ -6,6 +6,8 @@ mod local {
     mod captures;
     mod hazards;
     mod kills;
+    mod lost;
     mod model;
+    mod strange;
     mod tiers;
 }

@@ -24,7 +24,7 @@ const TIME: Option<Duration> = Some(Duration::from_secs(30));
 
 fn raw(server: &Server) -> Client {
     let path = server.address();
-    Client::new(path.strip_prefix("unix://").unwrap()).unwrap()
+    Client::new(path.strip_prefix("unix://").unwrap(), 64 << 20).unwrap()
 }
 
 #[test]

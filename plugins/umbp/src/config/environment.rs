@@ -11,7 +11,17 @@ const VARIABLES: &[(&str, &str)] = &[
     ("UMBP_DRAM_USE_HUGEPAGES", "dram_use_hugepages"),
     ("UMBP_DRAM_HUGEPAGE_SIZE", "dram_hugepage_size"),
     ("UMBP_DRAM_NUMA_NODE", "dram_numa_node"),
+    ("UMBP_DRAM_NUMA_STRICT", "dram_numa_strict"),
     ("UMBP_DRAM_PREFAULT", "dram_prefault"),
+    ("UMBP_DRAM_PREFAULT_THREADS", "dram_prefault_threads"),
+    // What says more comes later, and counts.
+    ("UMBP_DRAM_COPY_THREADS", "dram_read_threads"),
+    ("UMBP_DRAM_COPY_THREADS", "dram_write_threads"),
+    ("UMBP_DRAM_READ_THREADS", "dram_read_threads"),
+    ("UMBP_DRAM_WRITE_THREADS", "dram_write_threads"),
+    ("UMBP_DRAM_COPY_THREADS_MIN_BYTES", "dram_copy_threads_min_bytes"),
+    ("UMBP_DRAM_NT_COPY", "dram_nt_copy"),
+    ("UMBP_DRAM_NT_COPY_MIN_BYTES", "dram_nt_copy_min_bytes"),
     ("UMBP_SSD_ENABLED", "ssd_enabled"),
     ("UMBP_SSD_DIR", "ssd_storage_dir"),
     ("UMBP_SSD_CAPACITY", "ssd_capacity_bytes"),
@@ -22,6 +32,9 @@ const VARIABLES: &[(&str, &str)] = &[
     ("UMBP_SSD_DIRECT_IO", "ssd_direct_io"),
     ("UMBP_SSD_VERIFY_CRC", "ssd_verify_crc"),
     ("UMBP_SSD_TIER_IO_THREADS", "ssd_tier_io_threads"),
+    ("UMBP_SSD_SHARD_IO_THREADS", "ssd_shard_io_threads"),
+    ("UMBP_SSD_SINGLE_FLIGHT", "ssd_single_flight_reads"),
+    ("UMBP_BACKEND_POLICY", "backend_policy_path"),
     ("UMBP_EVICTION_POLICY", "eviction_policy"),
     ("UMBP_ROLE", "role"),
     ("UMBP_LAYER_GROUP", "layer_group"),
@@ -31,6 +44,9 @@ const VARIABLES: &[(&str, &str)] = &[
     ("UMBP_STANDALONE_ADDRESS", "standalone_address"),
     ("UMBP_STANDALONE_STARTUP_TIMEOUT_MS", "standalone_startup_timeout_ms"),
     ("UMBP_STANDALONE_AUTO_START", "standalone_auto_start"),
+    ("UMBP_DISABLE_ZERO_COPY_REGISTER", "disable_zero_copy_register"),
+    ("UMBP_KEY_HANDLE_SLOTS", "key_handle_slots"),
+    ("UMBP_GRPC_MAX_MESSAGE_BYTES", "grpc_max_message_bytes"),
     ("UMBP_NODE_ID", "node_id"),
     ("UMBP_NODE_ADDRESS", "node_address"),
     ("UMBP_NODE_TAGS", "node_tags"),
@@ -50,6 +66,10 @@ pub fn complete(given: Map<String, Value>, variable: &dyn Fn(&str) -> Option<Str
             let text = if *key == "role" { text.to_ascii_lowercase() } else { text };
             whole.insert((*key).to_owned(), number.map_or(Value::String(text), Value::from));
         }
+    }
+    // Nodes of UMBP take a drive named so for the one to use, unless they are told of another way.
+    if variable("UMBP_SPDK_NVME_PCI").is_some_and(|text| !text.is_empty()) {
+        whole.entry("ssd_backend").or_insert_with(|| Value::from("spdk"));
     }
     if has_server || whole.contains_key("standalone_address") {
         whole.remove("master_address");

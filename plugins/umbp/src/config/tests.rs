@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use super::*;
 
 fn parse_in(json: &str, environment: &[(&str, &str)]) -> Result<Config> {
@@ -51,6 +53,53 @@ fn h02_a_disk_that_is_not_served_is_no_default() {
 }
 
 #[test]
+fn every_setting_of_the_reference_is_read_or_refused_with_a_reason() {
+    let config = parse(
+        r#"{"dram_numa_node":3,"dram_numa_nodes":[1,3],"dram_numa_strict":true,"dram_prefault":true,"dram_prefault_threads":2,
+            "dram_write_threads":2,"dram_read_threads":3,"dram_copy_threads_min_bytes":"1MiB","dram_nt_copy_min_bytes":65536,
+            "ssd_shard_io_threads":2,"ssd_single_flight_reads":false,"ssd_layout_mode":"segmented_log","ssd_enable_background_gc":true,
+            "dram_use_shared_memory":false,"dram_shm_name":"","backend_policy_path":"","kv_events_subscriber":false,"kv_events_topic":"",
+            "disable_zero_copy_register":false,"spdk_proxy_bin":""}"#,
+    )
+    .unwrap();
+    assert_eq!(config.dram.numa_nodes, [1, 3]);
+    assert!(config.dram.numa_strict && config.dram.prefault_threads == 2);
+    let copies = Copies { write_threads: 2, read_threads: 3, worth: 1 << 20, past_caches: Some(65536) };
+    assert_eq!(config.dram.copies, copies);
+    let ssd = config.ssd.unwrap();
+    assert_eq!((ssd.shard_threads, ssd.single_flight), (2, false));
+    assert_eq!(parse(r#"{"follower_mode":true}"#).unwrap().role, Role::Follower);
+    assert_eq!(parse(r#"{"force_ssd_copy_on_write":true,"follower_mode":false}"#).unwrap().role, Role::Leader);
+    assert_eq!(parse(r#"{"force_ssd_copy_on_write":true,"role":"leader"}"#).unwrap().role, Role::Leader);
+
+    let environment = [
+        ("UMBP_DRAM_COPY_THREADS", "2"),
+        ("UMBP_DRAM_READ_THREADS", "3"),
+        ("UMBP_DRAM_NT_COPY", "0"),
+        ("UMBP_DRAM_NUMA_STRICT", "1"),
+        ("UMBP_SSD_SHARD_IO_THREADS", "5"),
+        ("UMBP_SSD_SINGLE_FLIGHT", "false"),
+        ("UMBP_STANDALONE_ADDRESS", "unix:///tmp/x.grpc.sock"),
+        ("UMBP_KEY_HANDLE_SLOTS", "0"),
+        ("UMBP_GRPC_MAX_MESSAGE_BYTES", "1048576"),
+    ];
+    let config = parse_in("{}", &environment).unwrap();
+    let copies = config.dram.copies;
+    assert_eq!((copies.write_threads, copies.read_threads, copies.past_caches), (2, 3, None));
+    let server = config.standalone.unwrap();
+    assert_eq!((server.key_handles, server.message), (0, 1 << 20));
+    for (name, value, key) in [
+        ("UMBP_SPDK_NVME_PCI", "0000:01:00.0", "ssd_backend"),
+        ("UMBP_BACKEND_POLICY", "/x.json", "backend_policy_path"),
+        ("UMBP_DISABLE_ZERO_COPY_REGISTER", "1", "disable_zero_copy_register"),
+    ] {
+        let error = parse_in("{}", &[(name, value)]).unwrap_err();
+        assert!(error.message.contains(&format!("storage.umbp.{key}:")), "{name}: {}", error.message);
+    }
+    assert!(parse_in(r#"{"ssd_backend":"file"}"#, &[("UMBP_SPDK_NVME_PCI", "0000:01:00.0")]).is_ok());
+}
+
+#[test]
 fn bad_values_are_errors_that_name_the_key() {
     for (json, key) in [
         (r#"{"dram_capacity_bytes":"much"}"#, "dram_capacity_bytes"),
@@ -68,6 +117,24 @@ fn bad_values_are_errors_that_name_the_key() {
         (r#"{"ssd_copy_worker_threads":0}"#, "ssd_copy_worker_threads"),
         (r#"{"extra_backend_tag":"a b"}"#, "extra_backend_tag"),
         (r#"{"drams":1}"#, "drams"),
+        (r#"{"dram_numa_nodes":"0,x"}"#, "dram_numa_nodes"),
+        (r#"{"dram_numa_nodes":[1024]}"#, "dram_numa_nodes"),
+        (r#"{"dram_write_threads":0}"#, "dram_write_threads"),
+        (r#"{"ssd_segment_size_bytes":"65GiB"}"#, "ssd_segment_size_bytes"),
+        (r#"{"follower_mode":true,"force_ssd_copy_on_write":true}"#, "force_ssd_copy_on_write"),
+        (r#"{"follower_mode":true,"role":"leader"}"#, "role"),
+        (r#"{"grpc_max_message_bytes":1}"#, "grpc_max_message_bytes"),
+        (r#"{"dram_use_shared_memory":true}"#, "dram_use_shared_memory"),
+        (r#"{"dram_shm_name":"/umbp_dram"}"#, "dram_shm_name"),
+        (r#"{"page_size":4096}"#, "page_size"),
+        (r#"{"backend_policy_path":"/x.json"}"#, "backend_policy_path"),
+        (r#"{"ssd_layout_mode":"tree"}"#, "ssd_layout_mode"),
+        (r#"{"ssd_enable_background_gc":false}"#, "ssd_enable_background_gc"),
+        (r#"{"kv_events_subscriber":true}"#, "kv_events_subscriber"),
+        (r#"{"kv_events_endpoint":"tcp://localhost:5557"}"#, "kv_events_endpoint"),
+        (r#"{"disable_zero_copy_register":true}"#, "disable_zero_copy_register"),
+        (r#"{"spdk_nvme_pci_addr":"0000:01:00.0"}"#, "spdk_nvme_pci_addr"),
+        (r#"{"spdk_proxy_tenant_id":0}"#, "spdk_proxy_tenant_id"),
     ] {
         let error = parse(json).unwrap_err();
         assert_eq!(error.kind, ErrorKind::InvalidConfig);
@@ -83,7 +150,13 @@ fn the_schema_agrees_with_the_reader() {
         (r#"{"dram_capacity_bytes":"4GiB","dram_page_size":65536,"ssd_storage_dir":"/x,/y","role":"leader"}"#, true),
         (r#"{"eviction_policy":"prefix_aware_lru","eviction_candidate_window":4,"auto_promote_on_read":false}"#, true),
         (r#"{"standalone_address":"unix:///tmp/x.grpc.sock","node_id":"a","node_tags":["a=b"]}"#, true),
+        (
+            r#"{"dram_numa_nodes":[0,1],"dram_nt_copy":false,"ssd_shard_io_threads":0,"ssd_single_flight_reads":true}"#,
+            true,
+        ),
+        (r#"{"key_handle_slots":0,"grpc_max_message_bytes":"16MiB","ssd_layout_mode":"segmented_log"}"#, true),
         (r#"{"ssd_copy_worker_threads":0}"#, false),
+        (r#"{"ssd_layout_mode":"tree"}"#, false),
         (r#"{"dram_high_watermark":0}"#, false),
         (r#"{"eviction_policy":"random"}"#, false),
         (r#"{"other":1}"#, false),

@@ -23,6 +23,7 @@ impl Tiers {
     /// What the copying threads do.
     pub(super) fn copy_loop(&self) {
         while !self.is_stopping() {
+            self.look_for_lost();
             let batch: Vec<u32> = {
                 let mut queue = self.queue.lock();
                 let many = queue.len().min(self.config.pipeline.batch);
@@ -168,7 +169,7 @@ impl Tiers {
             if let Some(entry) = state.get_mut(*slot) {
                 entry.moving = false;
                 match place {
-                    Some(place) if there => entry.disk = Some(place),
+                    Some(place) if there && !place.at.segment.is_lost() => entry.disk = Some(place),
                     Some(place) => lost.push(place),
                     None => {}
                 }
@@ -354,6 +355,7 @@ impl Tiers {
         let mut good = good.into_iter().peekable();
         for (at, (slot, _, place)) in records.iter().enumerate() {
             let anew = if good.next_if_eq(&at).is_some() { written.next() } else { None };
+            let anew = anew.filter(|anew| !anew.at.segment.is_lost());
             let same = state.is_there(*slot)
                 && state.get(*slot).and_then(|entry| entry.disk.as_ref()).is_some_and(|found| found.is(place));
             match (anew, same) {

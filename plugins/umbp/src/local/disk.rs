@@ -13,9 +13,11 @@ use crate::segment::ring::{self, Ring};
 use crate::segment::{Buffer, Item, Location, Log, Options};
 
 /// Bytes that one read takes in, about.
-const RUN: u64 = 4 << 20;
-/// Bytes that are in flight at most, unless one run is longer.
-const WINDOW: u64 = 32 << 20;
+const RUN: u64 = 1 << 20;
+/// Bytes that one thread has in flight at most, unless one run is longer.
+const WINDOW: u64 = 8 << 20;
+/// Threads of one read that have rings.
+const RINGS: usize = 4;
 /// Buffers and rings that are kept.
 const KEPT: usize = 8;
 
@@ -57,6 +59,8 @@ pub struct Disk {
     /// Bytes of files above which segments are reclaimed.
     pub files: u64,
     threads: usize,
+    /// Drives that are written at once.
+    shards: usize,
     depth: u32,
     /// There is io_uring, and it is wanted.
     uring: AtomicBool,
@@ -108,6 +112,7 @@ impl Disk {
             low,
             files,
             threads,
+            shards: if config.shard_threads == 0 { usize::MAX } else { config.shard_threads },
             depth: config.queue_depth,
             uring: AtomicBool::new(config.io == IoBackend::Uring),
             rings: Mutex::default(),
@@ -147,38 +152,43 @@ impl Disk {
     /// # Safety
     /// As for [`Log::append`].
     pub unsafe fn append(&self, items: &[Item<'_>]) -> io::Result<Vec<Place>> {
-        let emptiest = |except: &[u64]| -> usize {
-            let bytes = self.logs.iter().zip(except).map(|(log, more)| log.live() + more);
-            bytes.enumerate().min_by_key(|(_, bytes)| *bytes).map_or(0, |(drive, _)| drive)
-        };
-        let mut added = vec![0u64; self.logs.len()];
+        let mut filled: Vec<u64> = self.logs.iter().map(Log::live).collect();
         let mut parts: Vec<Vec<usize>> = vec![Vec::new(); self.logs.len()];
         for (number, item) in items.iter().enumerate() {
-            let drive = emptiest(&added);
-            if let (Some(added), Some(part)) = (added.get_mut(drive), parts.get_mut(drive)) {
-                *added += item.pieces.iter().map(|piece| piece.len as u64).sum::<u64>() + record::BLOCK;
+            let emptiest = filled.iter_mut().zip(&mut parts).min_by_key(|(filled, _)| **filled);
+            if let Some((filled, part)) = emptiest {
+                *filled += item.pieces.iter().map(|piece| piece.len as u64).sum::<u64>() + record::BLOCK;
                 part.push(number);
             }
         }
+        let work: Vec<(usize, &Log, Vec<usize>)> = (0..)
+            .zip(&self.logs)
+            .zip(parts)
+            .map(|((drive, log), part)| (drive, log, part))
+            .filter(|(_, _, part)| !part.is_empty())
+            .collect();
+        let written: Vec<Mutex<Option<io::Result<Vec<Location>>>>> = work.iter().map(|_| Mutex::default()).collect();
+        // A drive a thread: their waits are no reason for one another's.
+        super::share(work.len(), self.shards, |at| {
+            let (Some((_, log, numbers)), Some(written)) = (work.get(at), written.get(at)) else { return };
+            let own = numbers.iter().filter_map(|number| items.get(*number));
+            let own: Vec<Item<'_>> = own.map(|item| Item { key: item.key, pieces: item.pieces }).collect();
+            // SAFETY: passed on to the caller.
+            *written.lock() = Some(unsafe { log.append(&own) });
+        });
         let mut places: Vec<Option<Place>> = vec![None; items.len()];
         let mut error = None;
-        for (drive, (log, numbers)) in self.logs.iter().zip(parts).enumerate().filter(|(_, (_, part))| !part.is_empty())
-        {
-            let own: Vec<Item<'_>> = numbers
-                .iter()
-                .filter_map(|number| items.get(*number))
-                .map(|item| Item { key: item.key, pieces: item.pieces })
-                .collect();
-            // SAFETY: passed on to the caller.
-            match unsafe { log.append(&own) } {
-                Ok(written) => {
+        for ((drive, _, numbers), written) in work.into_iter().zip(written) {
+            match written.into_inner() {
+                Some(Ok(written)) => {
                     for (number, at) in numbers.into_iter().zip(written) {
                         if let Some(place) = places.get_mut(number) {
                             *place = Some(Place { drive, at });
                         }
                     }
                 }
-                Err(failed) => error = Some(failed),
+                Some(Err(failed)) => error = Some(failed),
+                None => error = Some(io::Error::other("a drive was not written")),
             }
         }
         let places: Vec<Place> = places.into_iter().flatten().collect();
@@ -227,14 +237,9 @@ impl Disk {
             runs.push(order.get(start..).unwrap_or_default());
         }
         if runs.len() > 1
-            && let Some(mut ring) = self.ring()
+            && let Some(ring) = self.ring()
         {
-            self.read_by_ring(&mut ring, wanted, &runs, take);
-            let mut rings = self.rings.lock();
-            if rings.len() < KEPT {
-                rings.push(ring);
-            }
-            return;
+            return self.read_by_rings(ring, wanted, &runs, take);
         }
         let next = AtomicUsize::new(0);
         let work = || {
@@ -260,7 +265,7 @@ impl Disk {
     fn keep(&self, mut buffer: Buffer) {
         let mut buffers = self.buffers.lock();
         if buffers.len() < KEPT {
-            buffer.shrink(WINDOW as usize);
+            buffer.shrink(4 * WINDOW as usize);
             buffers.push(buffer);
         }
     }
@@ -280,9 +285,9 @@ impl Disk {
         ring.ok()
     }
 
-    /// Reads runs with many in flight, some at a time so that memory stays bounded; checksums are verified by several threads.
-    fn read_by_ring(&self, ring: &mut Ring, wanted: &[Wanted<'_>], runs: &[&[usize]], take: Take<'_>) {
-        let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+    /// Reads runs with many in flight, some at a time so that memory stays bounded. While some are on the way, others are verified.
+    fn read_by_rings(&self, ring: Ring, wanted: &[Wanted<'_>], runs: &[&[usize]], take: Take<'_>) {
+        let mut windows: Vec<&[&[usize]]> = Vec::new();
         let mut rest = runs;
         while !rest.is_empty() {
             let mut bytes = 0;
@@ -291,29 +296,31 @@ impl Disk {
                 bytes <= WINDOW
             });
             let (now, later) = rest.split_at(fit.count().max(1).min(rest.len()));
+            windows.push(now);
             rest = later;
-            let spans: Vec<(u64, usize)> = now.iter().map(|run| span(wanted, run)).collect();
-            buffer.reserve(spans.iter().map(|(_, len)| len).sum());
-            let mut room = buffer.bytes_mut();
-            let mut reads = Vec::with_capacity(now.len());
-            for (run, (offset, len)) in now.iter().zip(&spans) {
-                let (bytes, more) = std::mem::take(&mut room).split_at_mut(*len);
-                room = more;
-                let Some(first) = run.first().and_then(|number| wanted.get(*number)) else { continue };
-                let aligned = first.place.at.version == Version::Three;
-                reads.push(ring::Wanted { segment: &first.place.at.segment, aligned, offset: *offset, bytes });
-            }
-            let results = ring.read(&mut reads);
-            let reads: Vec<&[u8]> = reads.into_iter().map(|read| &*read.bytes).collect();
-            super::spread(now.len(), reads.iter().map(|read| read.len() as u64).sum(), |at| {
-                if let (Some(run), Some((start, _)), Some(bytes), Some(result)) =
-                    (now.get(at), spans.get(at), reads.get(at), results.get(at))
-                {
-                    give(wanted, run, *start, bytes, result, take);
-                }
-            });
         }
-        self.keep(buffer);
+        let next = AtomicUsize::new(0);
+        let work = |mut ring: Ring| {
+            let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+            while let Some(window) = windows.get(next.fetch_add(1, Ordering::Relaxed)) {
+                read_window(&mut ring, &mut buffer, wanted, window, take);
+            }
+            self.keep(buffer);
+            let mut rings = self.rings.lock();
+            if rings.len() < KEPT {
+                rings.push(ring);
+            }
+        };
+        let more = self.threads.min(RINGS).min(windows.len()).saturating_sub(1);
+        let rings: Vec<Ring> = (0..more).map_while(|_| self.ring()).collect();
+        let work = &work;
+        std::thread::scope(|scope| {
+            for ring in rings {
+                // Where there is no further thread, this one does it all.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, move || work(ring));
+            }
+            work(ring);
+        });
     }
 }
 
@@ -337,6 +344,25 @@ fn span(wanted: &[Wanted<'_>], run: &[usize]) -> (u64, usize) {
         (Some(first), Some(last)) => (first.offset, (last.offset + last.len() - first.offset) as usize),
         _ => (0, 0),
     }
+}
+
+fn read_window(ring: &mut Ring, buffer: &mut Buffer, wanted: &[Wanted<'_>], window: &[&[usize]], take: Take<'_>) {
+    let spans: Vec<(u64, usize)> = window.iter().map(|run| span(wanted, run)).collect();
+    buffer.reserve(spans.iter().map(|(_, len)| len).sum());
+    let mut room = buffer.bytes_mut();
+    let mut reads = Vec::with_capacity(window.len());
+    for (run, (offset, len)) in window.iter().zip(&spans) {
+        let (bytes, more) = std::mem::take(&mut room).split_at_mut(*len);
+        room = more;
+        let Some(first) = run.first().and_then(|number| wanted.get(*number)) else { continue };
+        let aligned = first.place.at.version == Version::Three;
+        reads.push(ring::Wanted { segment: &first.place.at.segment, aligned, offset: *offset, bytes });
+    }
+    ring.read(&mut reads, &mut |at, bytes, result| {
+        if let (Some(run), Some((start, _))) = (window.get(at), spans.get(at)) {
+            give(wanted, run, *start, bytes, &result, take);
+        }
+    });
 }
 
 fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: Take<'_>) {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use kvdock_plugin_api::{Error, ErrorKind, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
+use super::bytes;
 use crate::config::Dram;
 use crate::object::{Piece, Range};
 
@@ -18,6 +19,7 @@ pub struct Memory {
     mapped: usize,
     page: u64,
     pages: u32,
+    past_caches: Option<usize>,
 }
 
 // SAFETY: the mapping lives as long as this does; who may touch which pages is said by the allocator's users.
@@ -26,11 +28,11 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Maps memory.
+    /// Maps memory. `told` hears of what is not as the settings want it and can be done without.
     ///
     /// # Errors
-    /// When there is not so much, or no such NUMA node.
-    pub fn map(config: &Dram) -> Result<Memory> {
+    /// When there is not so much, or no such NUMA node and the settings insist on it.
+    pub fn map(config: &Dram, told: &mut dyn FnMut(String)) -> Result<Memory> {
         let pages = u32::try_from(config.capacity / config.page)
             .map_err(|_| Error::new(ErrorKind::InvalidConfig, "dram_page_size: too small for so much memory"))?;
         let len = pages as usize * config.page as usize;
@@ -53,30 +55,57 @@ impl Memory {
                 (base, len)
             }
         };
-        let memory = Memory { base: base.cast(), mapped, page: config.page, pages };
-        if let Some(node) = config.numa_node {
-            memory.bind(node)?;
+        let past_caches = config.copies.past_caches;
+        let memory = Memory { base: base.cast(), mapped, page: config.page, pages, past_caches };
+        if let Err(error) = memory.bind(&config.numa_nodes) {
+            let nodes: Vec<String> = config.numa_nodes.iter().map(u32::to_string).collect();
+            let text = format!("dram_numa_nodes: memory can't be bound to {}: {error}", nodes.join(", "));
+            if config.numa_strict {
+                return Err(Error::new(ErrorKind::InvalidConfig, text));
+            }
+            told(text);
         }
         if config.prefault {
-            // SAFETY: the range is the mapping just made. Where the kernel does not know the advice, pages come when they are touched.
-            let _ = unsafe { madvise(base, mapped, Advice::LinuxPopulateWrite) };
+            memory.touch(config.prefault_threads);
         }
         Ok(memory)
     }
 
-    fn bind(&self, node: u32) -> Result<()> {
+    /// Takes the pages of the mapping from these nodes; from any where there are none.
+    fn bind(&self, nodes: &[u32]) -> std::io::Result<()> {
         const BIND: libc::c_long = 2;
         let mut mask = [0u64; 16];
-        if let Some(word) = mask.get_mut(node as usize / 64) {
-            *word = 1 << (node % 64);
+        for node in nodes {
+            if let Some(word) = mask.get_mut(*node as usize / 64) {
+                *word |= 1 << (node % 64);
+            }
+        }
+        if nodes.is_empty() {
+            return Ok(());
         }
         // SAFETY: the range is the mapping, and the mask has the 1024 bits that the call is told of.
         let done = unsafe { libc::syscall(libc::SYS_mbind, self.base, self.mapped, BIND, mask.as_ptr(), 1025, 0) };
-        if done != 0 {
-            let error = std::io::Error::last_os_error();
-            return Err(Error::new(ErrorKind::InvalidConfig, format!("dram_numa_node: node {node}: {error}")));
-        }
-        Ok(())
+        if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    }
+
+    /// Has the kernel give all pages of the mapping now, by several threads.
+    fn touch(&self, threads: usize) {
+        /// Huge pages are given by one thread each.
+        const SHARE: usize = 2 << 20;
+        let processors = || std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if threads == 0 { processors() } else { threads };
+        let share = self.mapped.div_ceil(threads).next_multiple_of(SHARE);
+        std::thread::scope(|scope| {
+            for start in (0..self.mapped).step_by(share) {
+                let populate = move || {
+                    let len = share.min(self.mapped - start);
+                    // SAFETY: the range is a part of the mapping. Where the kernel does not know the advice, pages come when they are touched.
+                    let _ = unsafe { madvise(self.base.add(start).cast(), len, Advice::LinuxPopulateWrite) };
+                };
+                // Where there is no further thread, pages come when they are touched.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, populate);
+            }
+        });
     }
 
     /// Number of pages.
@@ -142,8 +171,9 @@ impl Memory {
             // SAFETY: the extents are pages of the mapping, the piece is the caller's, and the two never overlap: the mapping is ours.
             unsafe {
                 if inwards {
-                    std::ptr::copy_nonoverlapping(outside.base, inside, part);
+                    bytes::copy(outside.base, inside, part, self.past_caches);
                 } else {
+                    // Who asked for the bytes is about to look at them.
                     std::ptr::copy_nonoverlapping(inside, outside.base, part);
                 }
             }
@@ -242,6 +272,7 @@ impl Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Copies;
 
     #[test]
     fn pages_come_in_one_run_or_scattered_and_all_or_none() {
@@ -269,10 +300,13 @@ mod tests {
             high: 0.9,
             low: 0.7,
             huge_page: None,
-            numa_node: None,
+            numa_nodes: Vec::new(),
+            numa_strict: true,
             prefault: true,
+            prefault_threads: 3,
+            copies: Copies { write_threads: 4, read_threads: 4, worth: 1, past_caches: Some(0) },
         };
-        let memory = Memory::map(&config).unwrap();
+        let memory = Memory::map(&config, &mut |what| panic!("{what}")).unwrap();
         let extents = [(3, 1), (9, 2), (1, 1)];
         let mut bytes: Vec<u8> = (0..13_000u32).map(|i| (i % 251) as u8).collect();
         let (head, tail) = bytes.split_at_mut(5000);

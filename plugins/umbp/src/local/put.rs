@@ -104,7 +104,8 @@ impl Tiers {
             }
             rest = rest.get(taken.len()..).unwrap_or_default();
             let bytes = taken.iter().filter_map(|(number, _)| puts.get(*number)).map(Put::len).sum();
-            spread(taken.len(), bytes, |at| {
+            let copies = &self.config.dram.copies;
+            spread(taken.len(), bytes, copies.write_threads, copies.worth, |at| {
                 if let Some((number, extents)) = taken.get(at)
                     && let Some(put) = puts.get(*number)
                 {
@@ -173,6 +174,7 @@ impl Tiers {
         }
         // SAFETY: passed on to the caller.
         match unsafe { disk.append(&[Item { key: &put.name, pieces: &put.pieces }]) } {
+            Ok(places) if places.iter().any(|place| place.at.segment.is_lost()) => Stored::Refused,
             Ok(places) => {
                 self.went_well();
                 let mut state = self.state.write();

@@ -1,6 +1,7 @@
 //! Reading objects.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use kvdock_plugin_api::{Call, LogLevel, Result};
 use parking_lot::Mutex;
@@ -19,6 +20,17 @@ enum Source {
 
 /// How often a record that was moved meanwhile is looked for again.
 const ROUNDS: usize = 4;
+/// How long one waits for what another one reads, between looks.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a round leaves.
+#[derive(Default)]
+struct Rest {
+    /// Has to be looked for again: it was moved while it was read.
+    again: Vec<usize>,
+    /// Another one reads it.
+    coming: Vec<usize>,
+}
 
 impl Tiers {
     /// Reads ranges of objects.
@@ -28,27 +40,53 @@ impl Tiers {
     pub(super) unsafe fn get(&self, reads: &[Read], call: &Call<'_>) -> Result<Vec<Got>> {
         let mut got = vec![Got::Missing; reads.len()];
         let mut open: Vec<usize> = (0..reads.len()).collect();
-        for round in 0..ROUNDS {
+        // It waits for others once: what they read may not have found room in memory.
+        let mut waits = self.config.promote && self.config.ssd.as_ref().is_some_and(|ssd| ssd.single_flight);
+        let mut round = 0;
+        while round < ROUNDS && !open.is_empty() {
             call.check()?;
             // SAFETY: passed on to the caller.
-            open = unsafe { self.get_round(reads, &open, &mut got) };
+            let rest = unsafe { self.get_round(reads, &open, &mut got, waits) };
+            open = rest.again;
             let missing = round == 0 && self.config.role == Role::Follower && got.contains(&Got::Missing);
             if missing && self.look_again() {
                 let lost = got.iter().enumerate().filter(|(_, got)| **got == Got::Missing).map(|(number, _)| number);
                 open.extend(lost);
-                open.sort_unstable();
-                open.dedup();
             }
-            if open.is_empty() {
-                break;
+            round += 1;
+            if !rest.coming.is_empty() {
+                self.wait_for_coming(reads, &rest.coming, call)?;
+                waits = false;
+                // What was only waited for has had no round yet.
+                round = 0;
+                open.extend(rest.coming);
             }
+            open.sort_unstable();
+            open.dedup();
         }
         Ok(got)
     }
 
-    /// Gives those that have to be looked for again.
-    unsafe fn get_round(&self, reads: &[Read], open: &[usize], got: &mut [Got]) -> Vec<usize> {
-        let (mut in_memory, mut on_disk) = (Vec::new(), Vec::new());
+    /// Waits until nobody reads these any more.
+    fn wait_for_coming(&self, reads: &[Read], coming: &[usize], call: &Call<'_>) -> Result<()> {
+        loop {
+            let state = self.state.read();
+            let comes = |number: &usize| {
+                let slot = reads.get(*number).and_then(|read| state.find(&read.name));
+                slot.and_then(|slot| state.get(slot)).is_some_and(|entry| entry.coming)
+            };
+            if !coming.iter().any(comes) {
+                return Ok(());
+            }
+            drop(state);
+            call.check()?;
+            self.wait(LOOK);
+        }
+    }
+
+    /// Gives those that are not settled yet. Where it `waits`, what another one reads is left to that one.
+    unsafe fn get_round(&self, reads: &[Read], open: &[usize], got: &mut [Got], waits: bool) -> Rest {
+        let (mut in_memory, mut on_disk, mut rest) = (Vec::new(), Vec::new(), Rest::default());
         let mut bytes = 0;
         {
             let mut state = self.state.write();
@@ -70,12 +108,20 @@ impl Tiers {
                     }
                     Source::Disk(slot, place) => {
                         state.touch(slot);
+                        if let Some(entry) = state.get_mut(slot).filter(|_| waits) {
+                            if entry.coming {
+                                rest.coming.push(*number);
+                                continue;
+                            }
+                            entry.coming = true;
+                        }
                         on_disk.push((*number, slot, place));
                     }
                 }
             }
         }
-        spread(in_memory.len(), bytes, |at| {
+        let copies = &self.config.dram.copies;
+        spread(in_memory.len(), bytes, copies.read_threads, copies.worth, |at| {
             if let Some((number, _, extents)) = in_memory.get(at)
                 && let Some(read) = reads.get(*number)
             {
@@ -95,7 +141,17 @@ impl Tiers {
             }
         }
         // SAFETY: passed on to the caller.
-        unsafe { self.read_disk(reads, &on_disk, got) }
+        rest.again = unsafe { self.read_disk(reads, &on_disk, got) };
+        if waits && !on_disk.is_empty() {
+            let mut state = self.state.write();
+            for (_, slot, _) in &on_disk {
+                // Another object may have the slot by now; then somebody reads that one twice.
+                state.get_mut(*slot).into_iter().for_each(|entry| entry.coming = false);
+            }
+            drop(state);
+            self.ring();
+        }
+        rest
     }
 
     fn source(&self, state: &super::State, read: &Read) -> Result<Source, Got> {

@@ -24,6 +24,8 @@ pub struct Entry {
     pub pins: u32,
     /// It is being written out.
     pub moving: bool,
+    /// Somebody reads its record, and memory is to have it after that.
+    pub coming: bool,
     /// It was removed, and stays for those who have it pinned.
     gone: bool,
     /// Tells it from others that had its slot before.
@@ -127,7 +129,18 @@ impl State {
         self.serial += 1;
         let serial = self.serial;
         let slot = self.free.pop().unwrap_or(self.entries.len() as u32);
-        let entry = Entry { name: name.into(), len, depth, memory, disk, pins: 0, moving: false, gone: false, serial };
+        let entry = Entry {
+            name: name.into(),
+            len,
+            depth,
+            memory,
+            disk,
+            pins: 0,
+            moving: false,
+            coming: false,
+            gone: false,
+            serial,
+        };
         if let Some(room) = self.entries.get_mut(slot as usize) {
             *room = Some(entry);
         } else {

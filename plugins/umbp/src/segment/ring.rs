@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use io_uring::{IoUring, opcode, types};
 
-use super::log::Segment;
+use super::file::Segment;
 
 /// Operations that a ring has room for at most; more of them wait for their turn.
 const MOST: u32 = 256;
@@ -44,6 +44,9 @@ struct Piece {
     len: usize,
 }
 
+/// Takes what was read, or why it could not be, by its number.
+pub type Done<'a> = &'a mut dyn FnMut(usize, &[u8], io::Result<()>);
+
 impl Ring {
     /// A ring, where the kernel has them.
     ///
@@ -54,16 +57,21 @@ impl Ring {
         Ok(Ring { ring: IoUring::new(entries)?, depth: depth.clamp(1, MOST) as usize })
     }
 
-    /// Reads; when it returns, nothing is under way. What a ring can't read in full is read without one.
-    pub fn read(&mut self, wanted: &mut [Wanted<'_>]) -> Vec<io::Result<()>> {
-        let mut results: Vec<io::Result<()>> = wanted.iter().map(|_| Ok(())).collect();
+    /// Reads, and gives away each of what is wanted as soon as it is there, while others are still on the way. When it returns, nothing is under way. What a ring can't
+    /// read in full is read without one.
+    pub fn read(&mut self, wanted: &mut [Wanted<'_>], done: Done<'_>) {
         let mut pieces = Vec::new();
+        let mut left: Vec<(usize, io::Result<()>)> = Vec::with_capacity(wanted.len());
         for (number, one) in wanted.iter().enumerate() {
             let starts = (0..one.bytes.len()).step_by(PIECE);
+            left.push((starts.len(), Ok(())));
+            if starts.len() == 0 {
+                done(number, &[], Ok(()));
+            }
             pieces.extend(starts.map(|at| Piece { wanted: number, at, len: PIECE.min(one.bytes.len() - at) }));
         }
         let (mut next, mut flying) = (0, 0);
-        let mut again = Vec::new();
+        let mut landed = Vec::new();
         while next < pieces.len() || flying > 0 {
             while flying < self.depth
                 && let Some(piece) = pieces.get(next)
@@ -75,7 +83,8 @@ impl Ring {
                     .offset(one.offset + piece.at as u64)
                     .build()
                     .user_data(next as u64);
-                // SAFETY: file and bytes outlive the operation: this function does not return before everything in flight has completed.
+                // SAFETY: file and bytes outlive the operation: this function does not return before everything in flight has completed, and nobody looks at these bytes
+                // before that.
                 if unsafe { self.ring.submission().push(&entry) }.is_err() {
                     break;
                 }
@@ -86,26 +95,26 @@ impl Ring {
                 // Interrupted, or the kernel is short of something for a moment. What is in flight still has to be waited for.
                 std::thread::sleep(Duration::from_micros(100));
             }
-            for done in self.ring.completion() {
-                flying -= 1;
-                let number = done.user_data() as usize;
-                if pieces.get(number).is_some_and(|piece| done.result() != piece.len as i32) {
-                    again.push(number);
+            landed.clear();
+            landed.extend(self.ring.completion().map(|done| (done.user_data() as usize, done.result())));
+            flying -= landed.len();
+            for (number, result) in &landed {
+                let Some(piece) = pieces.get(*number) else { continue };
+                let (Some(one), Some((left, outcome))) = (wanted.get_mut(piece.wanted), left.get_mut(piece.wanted))
+                else {
+                    continue;
+                };
+                if *result != piece.len as i32 {
+                    let bytes = one.bytes.get_mut(piece.at..piece.at + piece.len).unwrap_or_default();
+                    if let Err(error) = one.segment.read(bytes, one.offset + piece.at as u64, one.aligned) {
+                        *outcome = Err(error);
+                    }
+                }
+                *left -= 1;
+                if *left == 0 {
+                    done(piece.wanted, one.bytes, std::mem::replace(outcome, Ok(())));
                 }
             }
         }
-        for number in again {
-            let Some(piece) = pieces.get(number) else { continue };
-            let (Some(one), Some(result)) = (wanted.get_mut(piece.wanted), results.get_mut(piece.wanted)) else {
-                continue;
-            };
-            let at = one.offset + piece.at as u64;
-            let (segment, aligned) = (one.segment, one.aligned);
-            let bytes = one.bytes.get_mut(piece.at..piece.at + piece.len).unwrap_or_default();
-            if let Err(error) = segment.read(bytes, at, aligned) {
-                *result = Err(error);
-            }
-        }
-        results
     }
 }

@@ -15,8 +15,6 @@ use tonic_prost::ProstCodec;
 
 use crate::wire::standalone::{Empty, PingResponse};
 
-/// Bytes of a message at most.
-const MESSAGE: usize = 64 << 20;
 /// One question whether the server is there.
 const PING: Duration = Duration::from_millis(500);
 /// Between two of them.
@@ -33,16 +31,18 @@ pub struct Client {
     runtime: Option<Runtime>,
     channel: Channel,
     address: String,
+    /// Bytes of a message at most.
+    message: usize,
     /// Connections made so far: a server that was started again has forgotten all memory.
     connections: Arc<AtomicU64>,
 }
 
 impl Client {
-    /// A client of the server at a socket. It connects with the first call.
+    /// A client of the server at a socket, with so many bytes in a message at most. It connects with the first call.
     ///
     /// # Errors
     /// When there is no thread for it.
-    pub fn new(path: &str) -> Result<Client> {
+    pub fn new(path: &str, message: usize) -> Result<Client> {
         let fail = |what: String| Error::new(ErrorKind::Unavailable, what);
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -66,7 +66,7 @@ impl Client {
             // The address of the endpoint is none: the connector knows the socket.
             Endpoint::from_static("http://localhost").connect_with_connector_lazy(connector)
         };
-        Ok(Client { runtime: Some(runtime), channel, address: path.to_owned(), connections })
+        Ok(Client { runtime: Some(runtime), channel, address: path.to_owned(), message, connections })
     }
 
     /// Path of the socket.
@@ -94,8 +94,8 @@ impl Client {
         };
         let runtime = self.runtime.as_ref().ok_or_else(|| fail("the client is closed".to_owned()))?;
         let call = async {
-            let mut grpc =
-                Grpc::new(self.channel.clone()).max_decoding_message_size(MESSAGE).max_encoding_message_size(MESSAGE);
+            let grpc = Grpc::new(self.channel.clone());
+            let mut grpc = grpc.max_decoding_message_size(self.message).max_encoding_message_size(self.message);
             grpc.ready().await.map_err(|error| fail(error.to_string()))?;
             let path = PathAndQuery::try_from(format!("/umbp.UMBPStandalone/{method}"));
             let path = path.map_err(|error| fail(error.to_string()))?;

@@ -30,8 +30,6 @@ const REGISTER: Duration = Duration::from_secs(180);
 const LEAVE: Duration = Duration::from_secs(5);
 /// How often a call is tried while the server is started again.
 const ROUNDS: usize = 3;
-/// Key lists that the server remembers for this client; `UMBP_KEY_HANDLE_SLOTS` is the same number of others.
-const HANDLES: usize = 128;
 
 /// The store of a server, as one instance uses it.
 #[derive(Debug)]
@@ -66,7 +64,7 @@ impl Remote {
     ) -> Result<Remote> {
         let (path, fd_socket) = super::paths(&config.address)
             .ok_or_else(|| fail(instance, "standalone_address", "it names no Unix socket"))?;
-        let client = Client::new(&path)?;
+        let client = Client::new(&path, config.message)?;
         let ready = client.wait(config.startup, call).map_err(|error| Error {
             message: format!("storage.{instance}.standalone_address: {}", error.message),
             ..error
@@ -199,6 +197,9 @@ impl Remote {
 
     /// A ranged read of a list of keys that may have been read before: layer after layer has the same.
     fn by_handle(&self, method: &'static str, mut request: BatchRangeDataRequest) -> Result<BatchBoolResponse> {
+        if self.config.key_handles == 0 {
+            return self.client.call(method, request, None);
+        }
         let fingerprint = fingerprint(&request.keys);
         request.key_fingerprint = fingerprint;
         let known = self.handles.lock().get(&fingerprint).copied();
@@ -216,7 +217,7 @@ impl Remote {
         let answer: BatchBoolResponse = self.client.call(method, request, None)?;
         if answer.key_handle != 0 {
             let mut handles = self.handles.lock();
-            if handles.len() >= HANDLES {
+            if handles.len() >= self.config.key_handles {
                 handles.clear();
             }
             handles.insert(fingerprint, answer.key_handle);

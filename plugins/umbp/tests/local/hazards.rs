@@ -1,10 +1,13 @@
 //! What other implementations get wrong: the numbers are those of the hazards in the reference.
 
+use std::mem::MaybeUninit;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use kvdock_plugin_api::mock::{Options, identity};
 use kvdock_plugin_api::{ClearScope, HealthState, PageStatus};
 use kvdock_plugin_umbp::segment::record::{self, HEADER, Header};
+use rustix::fs::inotify;
 use serde_json::json;
 
 use super::super::common::*;
@@ -198,6 +201,31 @@ fn h13_writers_at_the_same_time_do_not_overlap() {
         }
     });
     assert_eq!(Bench::new(&config, pool(50, 9000)).count(&numbers(0..400)), 400);
+}
+
+#[test]
+fn h14_misses_of_a_follower_do_not_list_the_directory_each_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let leader = Bench::new(&settings(dir.path(), json!({"role": "leader", "ssd_copy_async": false})), pool(16, 8192));
+    leader.store(&numbers(0..16));
+    leader.store.close().unwrap();
+    let follower = Bench::new(&settings(dir.path(), json!({"role": "follower"})), pool(16, 8192));
+    let watch = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).unwrap();
+    // What is closed is watched too, for the kernel tells of two equal events in a row once.
+    inotify::add_watch(&watch, dir.path(), inotify::WatchFlags::OPEN | inotify::WatchFlags::CLOSE).unwrap();
+    let began = Instant::now();
+    (1000..6000).for_each(|number| assert_eq!(follower.status(number), PageStatus::Missing));
+    let most = began.elapsed().as_millis() / 100 + 1;
+    let mut room = [MaybeUninit::uninit(); 4096];
+    let mut events = inotify::Reader::new(&watch, &mut room);
+    let mut looks = 0;
+    while let Ok(event) = events.next() {
+        let of_the_directory = event.file_name().is_none() && event.events().contains(inotify::ReadFlags::OPEN);
+        looks += u128::from(of_the_directory);
+    }
+    assert!((1..=most).contains(&looks), "{looks} looks for 5000 misses in {:?}", began.elapsed());
+    // What is there is found all the same.
+    assert_eq!(follower.count(&numbers(0..16)), 16);
 }
 
 #[test]

@@ -91,6 +91,45 @@ fn what_is_read_from_disk_comes_back_to_memory_unless_it_is_off() {
 }
 
 #[test]
+fn who_wants_a_page_that_another_one_reads_waits_for_that() {
+    let dir = tempfile::tempdir().unwrap();
+    // Large enough that one read takes a while, and read by the thread that asks.
+    let more = json!({"dram_capacity_bytes": 64 << 20, "ssd_capacity_bytes": 512 << 20, "ssd_io_backend": "posix"});
+    let config = settings(dir.path(), more);
+    let bench = Bench::new(&config, pool(1, 8 << 20));
+    bench.store(&[1]);
+    bench.store.close().unwrap();
+    let first = Bench::new(&config, pool(1, 8 << 20));
+    let benches: Vec<Bench> = (0..4).map(|_| Bench::new(&config, pool(1, 8 << 20))).collect();
+    let start = std::sync::Barrier::new(benches.len());
+    let read: u64 = std::thread::scope(|scope| {
+        let readers: Vec<_> = benches
+            .iter()
+            .map(|bench| {
+                let start = &start;
+                scope.spawn(move || {
+                    start.wait();
+                    let before = bytes_read();
+                    assert_eq!(bench.count(&[1]), 1);
+                    bytes_read() - before
+                })
+            })
+            .collect();
+        readers.into_iter().map(|reader| reader.join().unwrap()).sum()
+    });
+    // One record, and what the kernel says about each thread.
+    let record = (8 << 20) + 8192;
+    assert!((8 << 20..record + (64 << 10)).contains(&read), "{read} bytes were read");
+    assert_eq!(first.count(&[1]), 1);
+}
+
+/// Bytes that this thread has read by system calls so far.
+fn bytes_read() -> u64 {
+    let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+    io.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().trim().parse().unwrap()
+}
+
+#[test]
 fn a_corrupt_record_is_noticed_and_can_be_stored_again() {
     let dir = tempfile::tempdir().unwrap();
     let config = settings(dir.path(), json!({"auto_promote_on_read": false}));
@@ -211,5 +250,17 @@ fn names_are_sglangs_to_the_byte_where_that_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let sealed = pool(4, 8192);
     let (_, store) = try_attach(&settings(dir.path(), json!({"names": "sglang"})), &identity("m"), &[&sealed]);
-    assert!(store.map(|_| ()).unwrap_err().message.contains("seal"));
+    let message = store.map(|_| ()).unwrap_err().message;
+    assert!(message.contains("seal") && message.contains("key_scheme"), "{message}");
+    // The host asks for them in the namespace, of plugins that say that they have them.
+    let schema: serde_json::Value = serde_json::from_str(kvdock_plugin_umbp::SCHEMA).unwrap();
+    assert_eq!(schema["x-key-schemes"], json!(["kvdock", "sglang"]));
+    let mut who = identity("m");
+    who.namespace_json = json!({"model": "m", "key_scheme": "sglang"}).to_string();
+    let part = component(0, ComponentKind::Kv, 4096);
+    let plain = MockPool::new(PoolSpec { components: vec![part], ..PoolSpec::bytes(0, "kv", 4, &[4096]) });
+    let bench = Bench::of(&settings(dir.path(), json!({"role": "leader", "ssd_copy_async": false})), &who, plain);
+    bench.store(&[7]);
+    let name = keys(&[7])[0].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    assert_eq!(names_on_disk(dir.path()), [format!("{name}_0_kv")]);
 }

@@ -1,0 +1,81 @@
+"""umbp.py DIR: the published UMBP client with its store in this process, driven by JSON lines on standard input.
+
+A request is a list, the name of a function below and its arguments; the answer is one line of JSON. It is started by
+plugins/umbp/tests/peer/run.sh, which finds the Python and the libraries that the client needs.
+"""
+
+import json
+import os
+import sys
+import time
+
+# What the libraries print is no answer.
+answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+sys.path.insert(0, os.path.abspath(sys.argv[1]))
+import mori.umbp as umbp  # noqa: E402
+
+allocator = umbp.UMBPHostMemAllocator()
+store = {}
+
+
+def open(medium, size, count, capacity, folder):
+    """A store of `capacity` bytes in memory or in a folder, for batches of `count` objects of `size` bytes."""
+    config = umbp.UMBPConfig()
+    config.dram.capacity_bytes = capacity
+    config.ssd.enabled = medium == "ssd"
+    config.ssd.storage_dir = folder
+    config.ssd.capacity_bytes = capacity
+    # A page an object, which is what it is fastest with.
+    config.distributed = umbp.UMBPDistributedConfig()
+    config.distributed.dram_page_size = size
+    if medium == "ssd":
+        config.distributed.medium = umbp.UMBPMedium.SSD
+        # Each object that is read keeps one for a while.
+        config.distributed.ssd_staging_buffer_slots = 4 * count
+    client = umbp.UMBPClient(config)
+    handle = allocator.alloc(size * count, umbp.UMBPHostBufferBacking.AnonymousShm)
+    with memoryview((bytes_of(handle.ptr, size * count))).cast("B") as room:
+        for at in range(0, size * count, size):
+            # Objects that differ, none of them zeros.
+            room[at : at + size] = bytes([1 + at // size % 255]) * size
+    if not client.register_memory(handle.ptr, size * count):
+        raise RuntimeError("the memory was not registered")
+    store.update(client=client, addresses=[handle.ptr + i * size for i in range(count)], sizes=[size] * count)
+    return True
+
+
+def bytes_of(address, size):
+    import ctypes
+
+    return (ctypes.c_ubyte * size).from_address(address)
+
+
+def timed(call, first, calls):
+    """Seconds of so many calls; batch `first` and those after it."""
+    addresses, sizes = store["addresses"], store["sizes"]
+    names = [["object-%08d-%04d" % (batch, i) for i in range(len(sizes))] for batch in range(first, first + calls)]
+    begin = time.perf_counter()
+    results = [call(keys, addresses, sizes) for keys in names]
+    end = time.perf_counter()
+    if not all(all(result) for result in results):
+        raise RuntimeError("not all objects went through: %r" % [sum(result) for result in results])
+    return end - begin
+
+
+def put(first, calls):
+    return timed(store["client"].batch_put_from_ptr, first, calls)
+
+
+def get(first, calls):
+    return timed(store["client"].batch_get_into_ptr, first, calls)
+
+
+functions = {"open": open, "put": put, "get": get}
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    try:
+        answer = {"answer": functions[name](*arguments)}
+    except Exception as error:
+        answer = {"error": "%s: %s" % (type(error).__name__, error)}
+    print(json.dumps(answer), file=answers, flush=True)

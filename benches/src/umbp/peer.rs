@@ -1,0 +1,158 @@
+//! The other sides: the published UMBP client in a process of its own, and a copy in memory.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, bail};
+use kvdock_tests::paths;
+use serde_json::{Value, json};
+
+use super::BATCH;
+
+/// The release that `cargo xtask bench` fetches.
+const RELEASE: &str = "1.2.4";
+
+/// A store of the real UMBP.
+pub struct Peer {
+    child: Child,
+    // None once it has been told to end.
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+    /// Batches that were put.
+    put: u64,
+}
+
+impl Peer {
+    /// Starts one with so many bytes, in memory or in a folder; or says why there can be none here.
+    ///
+    /// # Errors
+    /// When it is here and does not work.
+    pub fn start(disk: bool, bytes: u64, capacity: u64, folder: &Path) -> Result<Result<Peer, String>> {
+        let (root, home) = (paths::workspace(), paths::workspace().join(format!(".cache/umbp-{RELEASE}")));
+        // Libraries of it do not find their way through links.
+        let Ok(home) = home.canonicalize() else { return Ok(Err(format!("the real UMBP {RELEASE} is not here"))) };
+        let mut child = Command::new(root.join("plugins/umbp/tests/peer/run.sh"))
+            .arg(home)
+            .arg("python")
+            .arg(root.join("benches/peers/umbp.py"))
+            // Of objects that are read, it keeps room reserved for as long; by default for seconds.
+            .envs([
+                ("UMBP_SSD_READ_LEASE_MS", "1"),
+                ("UMBP_DRAM_READ_LEASE_MS", "1"),
+                ("MORI_GLOBAL_LOG_LEVEL", "error"),
+            ])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .context("can't start the real UMBP")?;
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().context("its output is a pipe")?);
+        let mut peer = Peer { child, input, output, put: 0 };
+        let medium = if disk { "ssd" } else { "dram" };
+        match peer.ask(&json!(["open", medium, bytes, BATCH, capacity, folder])) {
+            Ok(_) => Ok(Ok(peer)),
+            Err(error) => match peer.end()? {
+                Some(3) => Ok(Err("there is no CPython 3.12, for which the real UMBP client is made".to_owned())),
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Has it end by itself, and gives its exit status.
+    fn end(&mut self) -> Result<Option<i32>> {
+        self.input = None;
+        Ok(self.child.wait().context("the real UMBP")?.code())
+    }
+
+    fn ask(&mut self, request: &Value) -> Result<Value> {
+        let ended = || anyhow!("the real UMBP ended at {request}");
+        let input = self.input.as_mut().ok_or_else(ended)?;
+        writeln!(input, "{request}").map_err(|_| ended())?;
+        let mut line = String::new();
+        if self.output.read_line(&mut line).context("the real UMBP")? == 0 {
+            return Err(ended());
+        }
+        let answer: Value = serde_json::from_str(&line).context("the answer of the real UMBP")?;
+        match answer.get("answer") {
+            Some(answer) => Ok(answer.clone()),
+            None => bail!("the real UMBP, asked {request}: {answer}"),
+        }
+    }
+
+    fn seconds(&mut self, request: &Value) -> Result<f64> {
+        self.ask(request)?.as_f64().context("the real UMBP answers with seconds")
+    }
+
+    /// Seconds of putting so many new batches.
+    ///
+    /// # Errors
+    /// When it does not take them all.
+    pub fn put(&mut self, calls: u64) -> Result<f64> {
+        let first = self.put;
+        self.put += calls;
+        self.seconds(&json!(["put", first, calls]))
+    }
+
+    /// Seconds of getting those that were put last.
+    ///
+    /// # Errors
+    /// When it does not have them all.
+    pub fn get(&mut self, calls: u64) -> Result<f64> {
+        self.seconds(&json!(["get", self.put.saturating_sub(calls), calls]))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// As much memory as a store goes through before it comes back to where it was.
+const ROOM: usize = 1 << 30;
+
+/// Copies batches into fresh memory and back, by as many threads as the machine has use for.
+pub struct PlainCopy {
+    batch: Vec<u8>,
+    room: Vec<u8>,
+    at: usize,
+    threads: usize,
+}
+
+impl PlainCopy {
+    /// For batches of so many objects.
+    pub fn new(bytes: u64, objects: u64) -> PlainCopy {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(4);
+        PlainCopy { batch: vec![1; (bytes * objects) as usize], room: vec![2; ROOM], at: 0, threads }
+    }
+
+    /// Seconds of so many batches.
+    pub fn run(&mut self, inwards: bool, calls: u64) -> f64 {
+        let (len, share) = (self.batch.len(), self.batch.len().div_ceil(self.threads));
+        let begin = Instant::now();
+        for _ in 0..calls {
+            if self.at + len > ROOM {
+                self.at = 0;
+            }
+            let place = self.room.get_mut(self.at..self.at + len).unwrap_or_default();
+            let batch = self.batch.as_mut_slice();
+            let (from, to) = if inwards { (batch, place) } else { (place, batch) };
+            std::thread::scope(|scope| {
+                let mut parts = to.chunks_mut(share).zip(from.chunks(share));
+                let first = parts.next();
+                for (to, from) in parts {
+                    scope.spawn(move || to.copy_from_slice(from));
+                }
+                if let Some((to, from)) = first {
+                    to.copy_from_slice(from);
+                }
+            });
+            self.at += len;
+        }
+        begin.elapsed().as_secs_f64()
+    }
+}
