@@ -148,3 +148,39 @@ fn a_latent_split_without_its_barrier_is_found() {
 fn a_state_that_decays_twice_is_found() {
     found("delta.cu", &[], "state[i] *= kept;", "state[i] *= kept * kept;", delta::small);
 }
+
+/// The shim tells what is wrong, in the words that it should.
+fn said(file: &str, from: &str, to: &str, check: fn(&Program) -> Checked, words: &str) {
+    let error = check(&Program::with_fault(file, &[], from, to)).unwrap_err();
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+fn a_write_past_the_end_is_told() {
+    let from = "if (at >= u64(positions) * pairs) return;";
+    said("rope.cu", from, "", elementwise::ropes, "AddressSanitizer: heap-buffer-overflow");
+}
+
+#[test]
+fn a_warp_operation_that_lacks_a_lane_is_told() {
+    let from = "const bool no_magic =";
+    said(
+        "seal.cu",
+        from,
+        "if (lane == 5) return;\n    const bool no_magic =",
+        pages::seals,
+        "waits for lane 5 of warp 0",
+    );
+}
+
+#[test]
+fn arguments_of_the_wrong_kind_are_told() {
+    let from = "u32 pairs) {\n    u64 at";
+    said(
+        "rope.cu",
+        from,
+        "f64 pairs_as_number) {\n    u32 pairs = u32(pairs_as_number);\n    u64 at",
+        elementwise::ropes,
+        "argument 5",
+    );
+}
