@@ -11,6 +11,9 @@ use kvdock_plugin_api::{HealthState, LogLevel, MetricKind, raw};
 /// Most series that one instance may report; more are dropped with one warning.
 const MOST_SERIES: usize = 1000;
 
+/// A counter that is a message too: what the store behind the instance held is gone, or a part of it that the plugin can't name.
+pub const CONTENTS_LOST: &str = "kvdock_contents_lost";
+
 /// A value that a plugin reported.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PluginMetric {
@@ -25,12 +28,16 @@ pub struct PluginMetric {
 /// Called when a plugin tells its health.
 pub type HealthListener = Box<dyn Fn(HealthState, String) + Send + Sync>;
 
+/// Called when a plugin tells that its store has lost what it held.
+pub type LossListener = Box<dyn Fn() + Send + Sync>;
+
 /// What stands behind the `host_context` of one instance. It lives as long as the process, because a plugin's threads may
 /// call at any time.
 pub struct HostContext {
     instance: String,
     metrics: Mutex<BTreeMap<(String, String), PluginMetric>>,
     listener: Mutex<Option<Arc<HealthListener>>>,
+    loss_listener: Mutex<Option<Arc<LossListener>>>,
 }
 
 impl std::fmt::Debug for HostContext {
@@ -46,12 +53,26 @@ impl HostContext {
             instance: instance.to_owned(),
             metrics: Mutex::default(),
             listener: Mutex::default(),
+            loss_listener: Mutex::default(),
         }))
     }
 
     /// Sets who hears of health; none ends it.
     pub fn listen(&self, listener: Option<HealthListener>) {
         *self.listener.lock().unwrap_or_else(PoisonError::into_inner) = listener.map(Arc::new);
+    }
+
+    /// Sets who hears of lost contents; none ends it.
+    pub fn listen_for_losses(&self, listener: Option<LossListener>) {
+        *self.loss_listener.lock().unwrap_or_else(PoisonError::into_inner) = listener.map(Arc::new);
+    }
+
+    /// Tells that what the store held is gone.
+    fn contents_lost(&self) {
+        let listener = self.loss_listener.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(listener) = listener {
+            listener();
+        }
     }
 
     /// What the plugin reported, by name and labels (a JSON object, or empty).
@@ -140,6 +161,9 @@ unsafe extern "C" fn metric(context: *mut c_void, kind: u32, name: Bytes, labels
                 (raw::text(name), raw::text(labels), MetricKind::try_from_raw(kind))
             {
                 context.record(kind, name, labels, value);
+                if kind == MetricKind::CounterAdd && name == CONTENTS_LOST && value > 0.0 {
+                    context.contents_lost();
+                }
             }
         });
     }
@@ -164,4 +188,38 @@ unsafe extern "C" fn offload_completed(_context: *mut c_void) {
 
 unsafe extern "C" fn layers_settled(_context: *mut c_void, _batch: u64) {
     // Hierarchical mode starts no layer-wise loads.
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn report(context: &'static HostContext, kind: MetricKind, name: &str, value: f64) {
+        // SAFETY: the context lives as long as the process, the texts through the call.
+        unsafe { (HOST_TABLE.metric)(context.raw(), kind.raw(), name.into(), "".into(), value) }
+    }
+
+    #[test]
+    fn a_store_that_lost_everything_could_not_say_so() {
+        let context = HostContext::leak("one");
+        let heard = Arc::new(AtomicUsize::new(0));
+        // Before anybody listens it is a figure alone.
+        report(context, MetricKind::CounterAdd, CONTENTS_LOST, 1.0);
+        let hears = heard.clone();
+        context.listen_for_losses(Some(Box::new(move || drop(hears.fetch_add(1, Ordering::Relaxed)))));
+        report(context, MetricKind::CounterAdd, CONTENTS_LOST, 1.0);
+        report(context, MetricKind::CounterAdd, CONTENTS_LOST, 0.0);
+        report(context, MetricKind::GaugeSet, "another", 1.0);
+        assert_eq!(heard.load(Ordering::Relaxed), 1);
+        context.listen_for_losses(None);
+        report(context, MetricKind::CounterAdd, CONTENTS_LOST, 1.0);
+        assert_eq!(heard.load(Ordering::Relaxed), 1);
+        assert_eq!(
+            context.metrics()[&(CONTENTS_LOST.to_owned(), String::new())].value,
+            3.0,
+            "it is counted as any other"
+        );
+    }
 }

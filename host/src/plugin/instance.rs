@@ -325,6 +325,7 @@ impl Instance {
         }
         *end = if self.wait_idle(deadline) && self.controls.seal(deadline) {
             self.context.listen(None);
+            self.context.listen_for_losses(None);
             self.close(deadline, reason)
         } else {
             self.state.go(BackendState::Zombie, "a call has not returned; it can't be closed before it does");

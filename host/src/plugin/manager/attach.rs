@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::super::admin::{AdminError, AttachMode, AttachRequest};
 use super::super::backend::PolicyChange;
 use super::super::discover::find_with;
-use super::super::open::{OpenRequest, open};
+use super::super::open::{OpenRequest, Opened, open};
 use super::super::state::{BackendState, StateCell};
 use super::board::Board;
 use super::detach::CLOSE_TIMEOUT;
@@ -120,6 +120,7 @@ impl Shared {
                     "the plugin's schema declares a key that is the host's; the plugin never sees its value"
                 );
             }
+            self.hear_of_losses(&member.name, &opened);
             member.set_opened(opened);
             self.switch_in(member, mode, change)
         });
@@ -132,6 +133,18 @@ impl Shared {
             }
             Err(error) => Err(self.turn_away(member, &error)),
         }
+    }
+
+    /// When the plugin tells that its store has lost what it held, nothing is believed to be there any more, and what the host holds is offered
+    /// to it again.
+    fn hear_of_losses(self: &Arc<Self>, name: &str, opened: &Opened) {
+        let (shared, name) = (Arc::downgrade(self), name.to_owned());
+        opened.instance.context().listen_for_losses(Some(Box::new(move || {
+            if let Some(shared) = shared.upgrade() {
+                tracing::info!(backend = %name, "what the store held is gone; it is offered what the host holds");
+                shared.sink.emptied(&name);
+            }
+        })));
     }
 
     /// Shows that a backend is being opened.
