@@ -72,7 +72,9 @@ fn report(config: &Config) -> (String, Vec<String>) {
     let limit = |limit: Option<u64>| limit.map(size).unwrap_or_else(|| "unlimited".to_owned());
     row("locked memory", format!("{} (RLIMIT_MEMLOCK)", limit(machine::memlock())));
     let files = machine::open_files();
-    row("open files", files.map_or_else(|| "unlimited".to_owned(), |files| files.to_string()));
+    let raised =
+        machine::raise_open_files().map(|(_, to)| format!("; kvdock serve raises it to {to}")).unwrap_or_default();
+    row("open files", files.map_or_else(|| "unlimited".to_owned(), |files| format!("{files}{raised}")));
     row("huge pages", machine::huge_pages());
     for (name, table) in &config.storage.tables {
         if let Some(folder) = table.own.get("dir").and_then(serde_json::Value::as_str) {

@@ -88,6 +88,25 @@ pub(super) fn open_files() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current
 }
 
+/// Lets this process open as many files as it may. The usual soft limit of 1,024 is there for programs that count descriptors in a bit field; a
+/// server has one for each connection, and plugins for each peer. Gives the limit before and after; none where it can't be raised.
+pub(super) fn raise_open_files() -> Option<(u64, u64)> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let (before, after) = raised(limit.current, limit.maximum)?;
+    let raised = rustix::process::Rlimit { current: Some(after), maximum: limit.maximum };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).ok()?;
+    Some((before, after))
+}
+
+/// The soft limit of open files, and what to raise it to; none where it is high enough.
+fn raised(soft: Option<u64>, hard: Option<u64>) -> Option<(u64, u64)> {
+    // More helps nobody, and some libraries walk through all numbers that there may be.
+    const ENOUGH: u64 = 1 << 19;
+    let soft = soft?;
+    let to = hard.unwrap_or(ENOUGH).min(ENOUGH);
+    (soft < to).then_some((soft, to))
+}
+
 /// What the kernel says of huge pages, in words.
 pub(super) fn huge_pages() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
@@ -115,6 +134,16 @@ pub(super) fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_limit_of_open_files_goes_up_to_the_hard_one_and_never_down() {
+        assert_eq!(raised(Some(1024), Some(4096)), Some((1024, 4096)));
+        assert_eq!(raised(Some(1024), None), Some((1024, 1 << 19)));
+        assert_eq!(raised(Some(1024), Some(1 << 30)), Some((1024, 1 << 19)));
+        assert_eq!(raised(Some(4096), Some(4096)), None);
+        assert_eq!(raised(Some(1 << 20), Some(1 << 20)), None);
+        assert_eq!(raised(None, None), None);
+    }
 
     #[test]
     fn meminfo_is_in_kibibytes() {

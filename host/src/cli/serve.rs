@@ -22,6 +22,9 @@ pub(super) fn serve(settings: Settings) -> Result<ExitCode, Failure> {
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");
     }
+    if let Some((before, after)) = machine::raise_open_files() {
+        tracing::info!(before, after, "this process may open more files now");
+    }
     // By this name the child is the program that runs here, also after its file was replaced.
     trial::set_program("/proc/self/exe".into(), vec!["plugin".into(), "map-trial".into()]);
     check_served(&config).map_err(|lines| Failure(lines.join("\n")))?;

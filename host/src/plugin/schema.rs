@@ -21,9 +21,17 @@ pub fn validate(backend: &str, schema: &Value, config: &Map<String, Value>) -> R
     for error in validator.iter_errors(&value) {
         let at = error.instance_path().as_str().trim_start_matches('/').replace('/', ".");
         let key = if at.is_empty() { format!("storage.{backend}") } else { format!("storage.{backend}.{at}") };
-        let problem = if is_secret(schema, &at) { "has a wrong value".to_owned() } else { error.to_string() };
+        let described = description(schema, &at);
+        let problem = match error.kind() {
+            _ if is_secret(schema, &at) => "has a wrong value".to_owned(),
+            // The schema's own words say it better than a pattern.
+            ValidationErrorKind::Pattern { .. } | ValidationErrorKind::AnyOf { .. } if described.is_some() => {
+                format!("{} is not what it takes", error.instance())
+            }
+            _ => error.to_string(),
+        };
         let near = meant_key(&error, schema).map(|key| format!("; did you mean {key}?")).unwrap_or_default();
-        let meant = description(schema, &at).map(|text| format!(" ({text})")).unwrap_or_default();
+        let meant = described.map(|text| format!(" ({text})")).unwrap_or_default();
         wrong.push(format!("{key}: {problem}{near}{meant}"));
     }
     if !wrong.is_empty() {
@@ -110,7 +118,11 @@ mod tests {
         let size = json!({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^[0-9]+GiB$"}], "description": "bytes, or such as 10GiB"});
         let schema = json!({"type": "object", "properties": {"max": size}});
         let text = validate("file", &schema, json!({"max": "ten"}).as_object().unwrap()).unwrap_err();
-        assert!(text.contains("storage.file.max") && text.contains("(bytes, or such as 10GiB)"), "{text}");
+        assert!(text.starts_with("storage.file.max: \"ten\" is not what it takes (bytes, or such as 10GiB)"), "{text}");
+        let address = json!({"type": "string", "pattern": "^[^:]+:[0-9]+$", "description": "host:port"});
+        let schema = json!({"type": "object", "properties": {"at": address}});
+        let text = validate("file", &schema, json!({"at": "here"}).as_object().unwrap()).unwrap_err();
+        assert!(text.starts_with("storage.file.at: \"here\" is not what it takes (host:port)"), "{text}");
     }
 
     #[test]

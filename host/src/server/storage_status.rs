@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use super::state::unix_seconds;
+use crate::config::KeyScheme;
 use crate::plugin::admin::{BackendStatus, StorageStatus};
 use crate::plugin::backend::{BackendSettings, GuardReport, WayReport};
 use crate::plugin::state::StateReport;
@@ -94,6 +95,8 @@ fn settings_json(settings: &BackendSettings) -> Value {
         "timeout": settings.timeout.as_secs_f64(),
         "drain_timeout": settings.drain_timeout.as_secs_f64(),
         "promote": settings.promote,
+        // Pages go without a seal where another engine's scheme names them.
+        "key_scheme": if settings.sealed { KeyScheme::Kvdock } else { KeyScheme::Sglang }.as_str(),
         "retries": settings.retries,
         "concurrency": settings.concurrency,
         "read_bandwidth": settings.read_bandwidth,
@@ -178,6 +181,9 @@ mod tests {
         assert_eq!(shown["guards"]["writes"]["breaker"], "open");
         assert_eq!(shown["guards"]["writes"]["retried"], 3);
         assert_eq!(shown["settings"]["timeout"], 5.0);
+        assert_eq!(shown["settings"]["key_scheme"], "kvdock");
+        let foreign = settings_json(&BackendSettings { sealed: false, ..BackendSettings::default() });
+        assert_eq!(foreign["key_scheme"], "sglang");
     }
 
     #[test]

@@ -34,6 +34,16 @@ fn an_optional_storage_that_fails_does_not_stop_the_start() {
 }
 
 #[test]
+fn a_low_soft_limit_of_open_files_stayed_and_left_few_connections_to_peers() {
+    let server = Launch::new().through(&["sh", "-c", "ulimit -Sn 300; exec \"$0\" \"$@\""]).start();
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.pid())).unwrap();
+    let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    let numbers: Vec<u64> = line.split_whitespace().skip(3).map(|word| word.parse().unwrap_or(u64::MAX)).collect();
+    assert_eq!(numbers[0], numbers[1].min(1 << 19), "{line}");
+    server.stop();
+}
+
+#[test]
 fn a_wrong_setting_is_one_line_that_names_it() {
     let mut server = Launch::new().set("cache.page_sise", 16).spawn();
     let status = server.wait();

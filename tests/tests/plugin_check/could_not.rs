@@ -87,6 +87,28 @@ fn an_interrupted_check_left_its_folders_behind() {
     }
 }
 
+/// A store that can't be reached says nothing of the plugin: each rule was reported as broken.
+#[test]
+fn a_store_that_could_not_be_reached_was_a_plugin_that_breaks_every_rule() {
+    let plugin = paths::mooncake_plugin();
+    // Nobody listens there: the port is held, and closed again.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let config = format!(r#"{{"master_server_address":"127.0.0.1:{port}","global_segment_size":0}}"#);
+    let output = check(&plugin, &["--config", &config]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    for part in ["can't be checked", &format!("127.0.0.1:{port}"), "extra_backend_tag", "{scratch}"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(output.stdout.is_empty(), "no rule has run: {}", text(&output));
+    // Nor does a configuration that the schema takes and the plugin refuses.
+    let output =
+        check(&plugin, &["--config", r#"{"master_server_address":"127.0.0.1:1","protocol":"rdma","device_name":"{"}"#]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("can't be checked") && said.contains("device_name"), "{said}");
+}
+
 #[test]
 fn a_report_that_could_not_be_written_was_noticed_after_all_rules() {
     let output = check(&paths::file_plugin(), &["--junit", "/nowhere/report.xml"]);

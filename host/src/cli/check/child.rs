@@ -9,13 +9,16 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use clap::Args;
+use kvdock_plugin_api::ErrorKind;
 use kvdock_plugin_api::conformance::{Declared, Finding, Subject, Verdict, rule, run_step};
+use kvdock_plugin_api::mock::{MockHost, identity, table_of};
 use kvdock_plugin_api::v0_1::{ENTRY_SYMBOL, EntryFn};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use rustix::process::{Signal, set_parent_process_death_signal};
+use serde_json::Value;
 
 use super::super::Failure;
-use super::{MAPS, limits};
+use super::{MAPS, READY, fill, limits};
 use crate::plugin::{PluginInfo, inspect};
 
 /// What the parent hands over.
@@ -68,23 +71,43 @@ fn end() -> ! {
 }
 
 fn verdict(args: &StepArgs, answer: &File) -> Result<Verdict, Failure> {
-    let rule = rule(&args.rule).ok_or_else(|| Failure(format!("no rule {}", args.rule)))?;
-    let config = serde_json::from_str(&args.config).map_err(Failure::new)?;
+    let rule = match args.rule.as_str() {
+        READY => None,
+        id => Some(rule(id).ok_or_else(|| Failure(format!("no rule {id}")))?),
+    };
+    let config: Value = serde_json::from_str(&args.config).map_err(Failure::new)?;
     let info = inspect(&args.plugin).map_err(Failure::new)?;
     let limits = limits(args.patience);
     let mapped = {
-        let _guard = Guard::new(answer, limits.hang)?;
+        // What comes before the rules does not wait for a constructor that hangs: they find it.
+        let _guard = Guard::new(answer, if rule.is_some() { limits.hang } else { limits.hang / 4 })?;
         map(&info)
     };
     let entry = match mapped {
         Ok(entry) => entry,
+        Err(_) if rule.is_none() => return Ok(Verdict::Passed),
         Err(seen) => {
             let expected = format!("a library that can be mapped and has {ENTRY_SYMBOL}");
             return Ok(Verdict::Failed(vec![Finding { rule: Some(MAPS.to_owned()), expected, seen }]));
         }
     };
+    let Some(rule) = rule else { return Ok(ready(entry, fill(config, &args.scratch.to_string_lossy()))) };
     let subject = Subject { entry, declared: declared(&info), config };
     Ok(run_step(&subject, rule, args.step, &args.scratch, limits))
+}
+
+/// Whether an instance can be opened: not run, where its store can't be reached; skipped, where it refuses the configuration.
+fn ready(entry: EntryFn, config: Value) -> Verdict {
+    // A table that is not right is for the rules to find.
+    let Ok(table) = table_of(entry) else { return Verdict::Passed };
+    let opened = MockHost::new().open(table, &config.to_string(), &identity("conformance"));
+    match opened.and_then(|instance| instance.close()) {
+        Err(error) if matches!(error.kind, ErrorKind::Unavailable | ErrorKind::TimedOut) => {
+            Verdict::NotRun(error.to_string())
+        }
+        Err(error) if error.kind == ErrorKind::InvalidConfig => Verdict::Skipped(error.to_string()),
+        _ => Verdict::Passed,
+    }
 }
 
 /// Ends the process with a finding when the mapping takes longer than a limit: a constructor can't be left in any other way. It is mapped

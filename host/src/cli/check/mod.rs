@@ -18,7 +18,7 @@ use clap::Args;
 use crossbeam_channel::unbounded;
 use indicatif::{ProgressBar, ProgressStyle};
 use kvdock_plugin_api::conformance::{Entry, Finding, Limits, MOST_HANGS, Report, Rule, Verdict, rules, run_in_order};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 pub(super) use child::{StepArgs, step};
 
@@ -33,13 +33,19 @@ const FILE: &str = "load.file";
 /// The rule that says whether the library can be mapped.
 const MAPS: &str = "load.maps";
 
+/// No rule: whether there is anything to check.
+const READY: &str = "ready";
+/// Stands for a fresh folder in a configuration.
+const SCRATCH: &str = "{scratch}";
+
 /// What `kvdock plugin check` takes.
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
     /// The plugin: the path of its file, or its name in the search path.
     #[arg(value_name = "PATH", required_unless_present = "list")]
     plugin: Option<String>,
-    /// The plugin's configuration, a JSON object; `{scratch}` stands for a fresh folder. Without it that of the plugin's note.
+    /// The plugin's configuration, a JSON object; `{scratch}` stands for a fresh folder, one for each rule. Without it that of the plugin's note.
+    /// Keys to which the note gives a `{scratch}` come from there when they are left out: rules run beside one another and must not meet.
     #[arg(long, value_name = "JSON")]
     config: Option<String>,
     /// Also write the result as JUnit XML.
@@ -92,8 +98,17 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             let (name, plugin) = (info.note.name.clone(), Plugin::new(info, config, args.patience)?);
             let (bar, hangs) = (progress(asked.len()), AtomicUsize::new(0));
             let _interrupts = Interrupts::listen(process::interrupt)?;
+            let unready = || plugin.unready(args.config.is_some());
+            if let Some(why) = unready() {
+                return Err(Failure(format!("{name} can't be checked, for no instance can be opened: {why}")));
+            }
             let report = run_in_order(&asked, |rules| run_rules(&plugin, rules, &hangs, &bar));
             bar.finish_and_clear();
+            if !report.failed().is_empty()
+                && let Some(why) = unready()
+            {
+                return Err(Failure(format!("{name} can't be checked, for its store went away meanwhile: {why}")));
+            }
             (name, report)
         }
         Err(refusal) if matches!(refusal.reason, Reason::Unreadable(_) | Reason::Unsafe { .. }) => {
@@ -167,14 +182,49 @@ pub(super) fn locate(plugin: &str, set: &[String]) -> Result<PathBuf, Failure> {
 
 /// The configuration: what was given, which has to fit the schema, or that of the note.
 fn config(info: &PluginInfo, given: Option<&str>) -> Result<Value, Failure> {
-    let Some(text) = given else { return Ok(info.note.check_config.clone()) };
+    let note = &info.note;
+    let Some(text) = given else { return Ok(note.check_config.clone()) };
     let value: Value = serde_json::from_str(text).map_err(|error| Failure(format!("--config is no JSON: {error}")))?;
-    let Some(keys) = value.as_object() else {
+    let Value::Object(keys) = value else {
         return Err(Failure(format!("--config: expected a JSON object, found {text}")));
     };
-    schema::validate(&info.note.name, &info.note.config_schema, keys)
+    let (keys, said) = kept_apart(keys, &note.check_config);
+    said.iter().for_each(|line| say(line));
+    let value = Value::Object(keys);
+    // As the rules fill it in.
+    let filled = fill(value.clone(), "/tmp/kvdock-check");
+    schema::validate(&note.name, &note.config_schema, filled.as_object().unwrap_or(&Map::new()))
         .map_err(|error| Failure(format!("--config: {error}")))?;
     Ok(value)
+}
+
+/// A configuration with what keeps rules apart that run beside one another, as the note has it, and what is to be said of that.
+fn kept_apart(mut keys: Map<String, Value>, note: &Value) -> (Map<String, Value>, Vec<String>) {
+    let mut said = Vec::new();
+    let declared = note.as_object().into_iter().flatten();
+    for (key, value) in declared.filter(|(_, value)| value.to_string().contains(SCRATCH)) {
+        match keys.get(key) {
+            None => {
+                said.push(format!("--config has no {key}: it is {value}, as the plugin declares it for checks, so that rules do not meet"));
+                keys.insert(key.clone(), value.clone());
+            }
+            Some(given) if !given.to_string().contains(SCRATCH) => {
+                said.push(format!("warning: {key} is {given} for all rules, which then meet what others store; {value} keeps them apart"));
+            }
+            Some(_) => {}
+        }
+    }
+    (keys, said)
+}
+
+/// A configuration with a folder in place of `{scratch}`.
+fn fill(value: Value, folder: &str) -> Value {
+    match value {
+        Value::String(text) => Value::String(text.replace(SCRATCH, folder)),
+        Value::Array(values) => values.into_iter().map(|value| fill(value, folder)).collect(),
+        Value::Object(map) => map.into_iter().map(|(key, value)| (key, fill(value, folder))).collect(),
+        other => other,
+    }
 }
 
 fn entry(rule: &'static Rule, verdict: Verdict) -> Entry {
@@ -261,6 +311,22 @@ mod tests {
     fn an_empty_rule_chose_all_of_them() {
         assert!(chosen(&[String::new()]).unwrap_err().0.starts_with("--rule: expected the name of a rule"));
         assert!(chosen(&["data.one_page".to_owned(), String::new()]).is_err());
+    }
+
+    #[test]
+    fn a_configuration_of_ones_own_lost_what_keeps_rules_apart() {
+        let note = serde_json::json!({"dir": "{scratch}/pages", "size": 3, "tag": ["{scratch}"]});
+        let given = serde_json::json!({"size": 4, "tag": "mine"});
+        let (keys, said) = kept_apart(given.as_object().unwrap().clone(), &note);
+        assert_eq!(
+            Value::Object(keys.clone()),
+            serde_json::json!({"size": 4, "tag": "mine", "dir": "{scratch}/pages"})
+        );
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(said[0].contains("no dir") && said[1].contains("tag is"), "{said:?}");
+        let (_, said) = kept_apart(note.as_object().unwrap().clone(), &note);
+        assert!(said.is_empty(), "{said:?}");
+        assert_eq!(fill(Value::Object(keys), "/x")["dir"], "/x/pages");
     }
 
     #[test]

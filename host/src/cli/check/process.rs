@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 
 use super::super::Failure;
-use super::{MAPS, limits};
+use super::{MAPS, READY, limits};
 use crate::plugin::PluginInfo;
 
 /// The rule about the end of a process.
@@ -61,10 +61,7 @@ impl Plugin {
 
     fn steps(&self, rule: &Rule) -> std::io::Result<Verdict> {
         not_interrupted()?;
-        let scratch = tempfile::Builder::new()
-            .prefix("kvdock-check-")
-            .tempdir()
-            .map_err(|error| Error::new(error.kind(), format!("no scratch folder can be made: {error}")))?;
+        let scratch = scratch()?;
         for step in 0..rule.steps() {
             match self.step(rule, step, scratch.path())? {
                 Verdict::Passed => {}
@@ -74,12 +71,32 @@ impl Plugin {
         Ok(Verdict::Passed)
     }
 
+    /// Why no instance can be opened, where that is not the plugin's to answer for: a store that can't be reached, or a configuration that it
+    /// refuses, if `given` is not its own. Whatever else goes wrong is for the rules to find.
+    pub(super) fn unready(&self, given: bool) -> Option<String> {
+        not_interrupted().ok()?;
+        let scratch = scratch().ok()?;
+        match self.child(READY, 0, scratch.path(), limits(self.patience).step).ok()?.verdict? {
+            Verdict::NotRun(why) => Some(why),
+            Verdict::Skipped(why) if given => Some(why),
+            _ => None,
+        }
+    }
+
     fn step(&self, rule: &Rule, step: usize, scratch: &Path) -> std::io::Result<Verdict> {
+        let limits = limits(self.patience);
+        // Nothing but the mapping happens there.
+        let limit = if rule.id == MAPS { limits.hang } else { limits.step };
+        let Ended { verdict, status, words } = self.child(rule.id, step, scratch, limit)?;
+        Ok(judge(rule, step, verdict, status, &words))
+    }
+
+    fn child(&self, rule: &str, step: usize, scratch: &Path, limit: Duration) -> std::io::Result<Ended> {
         let mut child = Command::new(&self.program)
             .args(["plugin", "check-step"])
             .arg(&self.file)
             .arg(format!("--config={}", self.config))
-            .arg(format!("--rule={}", rule.id))
+            .arg(format!("--rule={rule}"))
             .arg(format!("--step={step}"))
             .arg("--scratch")
             .arg(scratch)
@@ -91,15 +108,28 @@ impl Plugin {
             .spawn()
             .map_err(|error| Error::new(error.kind(), format!("no process can be started for it: {error}")))?;
         let (answer, words) = (collect(child.stdout.take()), collect(child.stderr.take()));
-        let limits = limits(self.patience);
-        // Nothing but the mapping happens there.
-        let limit = if rule.id == MAPS { limits.hang } else { limits.step };
         let status = wait(&mut child, limit + GRACE)?;
         let answer = answer.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let words = words.recv_timeout(Duration::from_secs(5)).unwrap_or_default();
         let verdict = serde_json::from_str::<Verdict>(&answer).ok();
-        Ok(judge(rule, step, verdict, status, &words))
+        Ok(Ended { verdict, status, words })
     }
+}
+
+/// How a process ended.
+struct Ended {
+    verdict: Option<Verdict>,
+    /// None when it had to be ended.
+    status: Option<ExitStatus>,
+    /// What it printed.
+    words: String,
+}
+
+fn scratch() -> std::io::Result<tempfile::TempDir> {
+    tempfile::Builder::new()
+        .prefix("kvdock-check-")
+        .tempdir()
+        .map_err(|error| Error::new(error.kind(), format!("no scratch folder can be made: {error}")))
 }
 
 /// Reads a pipe to its end, on a thread.
