@@ -6,6 +6,9 @@ mod sources;
 use kvdock_plugin_api::{Error, ErrorKind, Open, Result};
 use serde_json::{Map, Value};
 
+use crate::member::SCHEME;
+use crate::net;
+
 /// JSON Schema of the configuration; it travels in the plugin's note.
 pub const SCHEMA: &str = r#"{
   "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -14,19 +17,19 @@ pub const SCHEMA: &str = r#"{
   "x-key-schemes": ["kvdock", "sglang"],
   "properties": {
     "master_server_address": {
-      "type": "string", "minLength": 1,
-      "description": "Address of the Mooncake master, such as \"10.0.0.1:50051\"; or of the etcd in which several masters agree who leads, such as \"etcd://10.0.0.1:2379;10.0.0.2:2379\". Without it the file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, and then MOONCAKE_MASTER and the other MOONCAKE_* variables say it; keys given here count before either."
+      "type": "string", "pattern": "^(([^/:\\s\\[\\]]+|\\[[^\\s/\\[\\]]+\\]):(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|etcd://\\s*([^/:\\s\\[\\]]+|\\[[^\\s/\\[\\]]+\\]):(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))(\\s*[;,]\\s*([^/:\\s\\[\\]]+|\\[[^\\s/\\[\\]]+\\]):(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])))*[;,\\s]*)$",
+      "description": "Address of the Mooncake master, such as \"10.0.0.1:50051\"; or of the etcd in which several masters agree who leads, such as \"etcd://10.0.0.1:2379;10.0.0.2:2379\". An IPv6 address stands in brackets. Without it the file that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, and then MOONCAKE_MASTER and the other MOONCAKE_* variables say it; keys given here count before either."
     },
     "cluster_id": {
-      "type": "string", "minLength": 1,
+      "type": "string", "pattern": "[^/]",
       "description": "With etcd: what the masters call their store, their --cluster_id. MC_STORE_CLUSTER_ID says it where this does not. Default: mooncake_cluster."
     },
     "metadata_server": {
-      "type": "string", "minLength": 1,
+      "type": "string", "pattern": "^([Pp]2[Pp][Hh][Aa][Nn][Dd][Ss][Hh][Aa][Kk][Ee]|http://[^/?#\\s]+(/[^?#\\s]*)?)$",
       "description": "How peers find one another: \"P2PHANDSHAKE\", or the URL of an HTTP metadata server such as \"http://10.0.0.1:8080/metadata\". All peers of a master use the same. Default: P2PHANDSHAKE."
     },
     "protocol": {
-      "type": "string",
+      "enum": ["tcp", "rdma"],
       "description": "What moves the bytes: tcp, or rdma, which needs libibverbs and a network card for it; all members of a cluster use the same. Default: tcp."
     },
     "device_name": {
@@ -34,15 +37,15 @@ pub const SCHEMA: &str = r#"{
       "description": "Network devices for rdma, with commas, such as \"mlx5_0,mlx5_1\"; or a JSON object from the numbers of tensor-parallel ranks to such lists. tcp needs none. MC_GID_INDEX, MC_IB_PORT, MC_IB_SL, MC_IB_TC, MC_SLICE_SIZE and MC_RETRY_CNT count as with other clients. Default: all that have an active port."
     },
     "local_hostname": {
-      "type": "string", "minLength": 1,
-      "description": "Name or address by which peers reach this machine, with a port if the one for handshakes should be fixed. MOONCAKE_LOCAL_HOSTNAME and LOCAL_HOSTNAME count before it. Default: localhost, which only peers on this machine reach."
+      "type": "string", "pattern": "^([^/:\\s\\[\\]]+(:(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|:0+)?|\\[[^\\s/\\[\\]]+\\](:(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|:0+)?|[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*)$",
+      "description": "Name or address by which peers reach this machine, with a port if the one for handshakes should be fixed. Where the variable MOONCAKE_LOCAL_HOSTNAME or LOCAL_HOSTNAME is set it counts before this key, as with other clients, so that machines can share a configuration; the log says so. Default: localhost, which only peers on this machine reach."
     },
     "global_segment_size": {
-      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+ *(([kKMGT]i?)?B?|[gG][bB])$"}],
+      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^([0-9]{1,19} *B?|[0-9]{1,15} *[kK]i?B?|[0-9]{1,12} *Mi?B?|[0-9]{1,9} *(Gi?B?|[gG][bB])|[0-9]{1,7} *Ti?B?)$"}],
       "description": "Memory that this server lends to the store, over all its ranks: an integer or a text such as \"4GiB\"; \"4gb\" is the same, as other clients have it. 0: none. Default: 4gb."
     },
     "local_buffer_size": {
-      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+ *(([kKMGT]i?)?B?|[gG][bB])$"}],
+      "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^([0-9]{1,19} *B?|[0-9]{1,15} *[kK]i?B?|[0-9]{1,12} *Mi?B?|[0-9]{1,9} *(Gi?B?|[gG][bB])|[0-9]{1,7} *Ti?B?)$"}],
       "description": "Staging memory of other clients. This one moves pages straight between pools and sockets and needs none; the key is taken so that configurations can be shared."
     },
     "tenant_id": {
@@ -50,8 +53,8 @@ pub const SCHEMA: &str = r#"{
       "description": "Tenant at the master. Default: default."
     },
     "extra_backend_tag": {
-      "type": "string",
-      "description": "Put in front of the names of all objects: letters, digits, and any of _ . / -. Default: none."
+      "type": "string", "pattern": "^[A-Za-z0-9_./-]*$",
+      "description": "Put in front of the names of all objects: letters, digits, and any of _ . / -. Servers with another tag find none of them. Default: none."
     },
     "master_metrics_port": {
       "type": "integer", "minimum": 1, "maximum": 65535,
@@ -70,8 +73,8 @@ pub const SCHEMA: &str = r#"{
       "description": "Stored pages are evicted after those without a pin. Default: false."
     },
     "soft_pin_ttl": {
-      "type": "integer", "minimum": 1,
-      "description": "Seconds for which such a pin holds. Default: the master's."
+      "type": "integer", "minimum": 1, "maximum": 18446744073709551,
+      "description": "Seconds for which such a pin holds; it needs soft_pin = true. Default: the master's."
     },
     "hard_pin": {
       "type": "boolean",
@@ -105,10 +108,13 @@ pub const SCHEMA: &str = r#"{
       "type": "integer", "minimum": 1, "maximum": 64,
       "description": "Threads that serve peers. Default: 2."
     },
-    "standalone_storage": {"type": "boolean", "description": "Has to be false: a separate client process is not used by this version."},
-    "client_server_address": {"type": "string", "description": "Has to be empty: as standalone_storage."},
-    "enable_ssd_offload": {"type": "boolean", "description": "Has to be false: this version lends no disk."},
+    "standalone_storage": {"enum": [false], "description": "Has to be false: a separate client process is not used by this version."},
+    "client_server_address": {"enum": [""], "description": "Has to be empty: as standalone_storage."},
+    "enable_ssd_offload": {"enum": [false], "description": "Has to be false: this version lends no disk."},
     "ssd_offload_path": {"type": "string", "description": "Only with enable_ssd_offload."}
+  },
+  "dependentSchemas": {
+    "soft_pin_ttl": {"required": ["soft_pin"], "properties": {"soft_pin": {"const": true}}}
   }
 }"#;
 
@@ -165,6 +171,8 @@ pub struct Config {
     pub master_connections: usize,
     /// Threads that serve.
     pub serve_threads: usize,
+    /// What the log should say of where this comes from.
+    pub notes: Vec<sources::Note>,
 }
 
 impl Config {
@@ -177,11 +185,29 @@ impl Config {
         let given: Map<String, Value> = serde_json::from_str(open.config_json())
             .map_err(|error| fail(name, "", &format!("the configuration is no JSON object: {error}")))?;
         let variable = |name: &str| std::env::var(name).ok();
-        let mut config = Config::parse(name, &sources::complete(name, given, &variable)?)?;
+        let sources::Complete { map, origins, notes } = sources::complete(name, given, &variable)?;
+        let mut config = Config::parse(name, &map).map_err(|error| sources::traced(name, error, &origins))?;
+        config.notes = notes;
+        config.notes.extend(config.unreachable());
         if config.rdma.is_some() {
             config.rdma = Some(rdma::settings(name, &config.device_name, open.identity().tp.0.into(), &variable)?);
         }
         Ok(config)
+    }
+
+    /// What is to be said where peers on other machines can't reach the memory that this server lends.
+    fn unreachable(&self) -> Option<sources::Note> {
+        let hosts = self.master.strip_prefix(SCHEME).unwrap_or(&self.master).split([';', ',']);
+        let is_far = |address: &str| net::split_address(address.trim()).is_some_and(|(host, _)| !is_loopback(host));
+        if self.segment == 0 || !is_loopback(&self.host) || !hosts.into_iter().any(is_far) {
+            return None;
+        }
+        let text = format!(
+            "local_hostname is {:?}, which only peers on this machine reach, and the master is elsewhere ({}): they will not find the pages in the \
+             memory that is lent here; set it to a name or address of this machine",
+            self.host, self.master
+        );
+        Some(sources::Note { warns: true, text })
     }
 
     fn parse(instance: &str, map: &Map<String, Value>) -> Result<Config> {
@@ -209,6 +235,7 @@ impl Config {
             lanes: 4,
             master_connections: 2,
             serve_threads: 2,
+            notes: Vec::new(),
         };
         for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
             let bad = |right: &str| fail(instance, key, &format!("{value} is not right; it takes {right}"));
@@ -295,7 +322,7 @@ impl Config {
                     "the leader of several masters is found through etcd alone: it takes \"etcd://host:2379\", or the address of one master such as \"10.0.0.1:50051\"",
                 ));
             }
-            Ok(None) if crate::net::split_address(&config.master).is_none() => {
+            Ok(None) if net::written_address(&config.master).is_none() => {
                 return Err(wrong_master("it takes an address such as \"10.0.0.1:50051\""));
             }
             Ok(None) => {}
@@ -310,6 +337,11 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// Whether a host is this machine to whoever asks.
+pub fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.starts_with("127.") || host == "::1"
 }
 
 /// What masters call their store unless they are told.
@@ -338,13 +370,15 @@ fn flag(value: &Value) -> Option<bool> {
 /// A host, perhaps with a port.
 fn host(text: &str) -> Option<(String, u16)> {
     // An IPv6 address without brackets has colons of its own.
-    if text.is_empty() || text.matches(':').count() > 1 && !text.starts_with('[') {
-        return (!text.is_empty()).then(|| (text.to_owned(), 0));
+    if text.matches(':').count() > 1 && !text.starts_with('[') {
+        let is_address = text.chars().all(|c| c.is_ascii_hexdigit() || ":.%".contains(c));
+        return is_address.then(|| (text.to_owned(), 0));
     }
-    match crate::net::split_address(text) {
-        Some((host, port)) => Some((host.to_owned(), port)),
-        None if text.contains(':') && !text.ends_with(']') => None,
-        None => Some((text.trim_matches(['[', ']']).to_owned(), 0)),
+    match text.rsplit_once(':') {
+        Some((host, port)) if !text.ends_with(']') => {
+            Some((net::written_host(host)?.to_owned(), net::written_port(port)?))
+        }
+        _ => Some((net::written_host(text)?.to_owned(), 0)),
     }
 }
 

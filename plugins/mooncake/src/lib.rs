@@ -64,6 +64,10 @@ impl Backend for MooncakeBackend {
             |error: Error| Error { message: format!("storage.{}: {}", open.instance_name(), error.message), ..error };
         let names = Names::of(&config.tag, identity, open.cache_mode()).map_err(named)?;
         let member = Member::join(&config, ranks, open.host(), &limit).map_err(named)?;
+        for note in &config.notes {
+            let level = if note.warns { LogLevel::Warn } else { LogLevel::Info };
+            open.host().log(level, "config", &note.text);
+        }
         if names.are_foreign() {
             let text = "key_scheme = \"sglang\": names bind the model's name, rank and pool, but no weights, element type, layout or page \
                         size, and objects carry no seal: whoever stores other bytes under them is believed";

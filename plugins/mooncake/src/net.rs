@@ -20,6 +20,28 @@ pub fn split_address(address: &str) -> Option<(&str, u16)> {
     (!host.is_empty()).then_some((host, port.parse().ok()?))
 }
 
+/// Splits `host:port` as somebody wrote it down: a host that is one, an IPv6 address in brackets, a port that can be connected to.
+pub fn written_address(text: &str) -> Option<(&str, u16)> {
+    let (host, port) = text.rsplit_once(':')?;
+    let port = written_port(port).filter(|port| *port > 0)?;
+    Some((written_host(host)?, port))
+}
+
+/// A host: a name, an IPv4 address, or an IPv6 address in brackets, which are left out of the answer.
+pub fn written_host(text: &str) -> Option<&str> {
+    let is_plain = |text: &str| !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || "/[]".contains(c));
+    let bracketed = text.strip_prefix('[').and_then(|text| text.strip_suffix(']'));
+    match bracketed {
+        Some(address) => is_plain(address).then_some(address),
+        None => (is_plain(text) && !text.contains(':')).then_some(text),
+    }
+}
+
+/// A port: digits.
+pub fn written_port(text: &str) -> Option<u16> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}
+
 /// Connects without waiting longer than `most`, and makes the socket non-blocking.
 ///
 /// # Errors
@@ -38,6 +60,39 @@ pub fn connect(host: &str, port: u16, most: Duration) -> io::Result<TcpStream> {
         }
     }
     Err(last)
+}
+
+/// Has the system ask whether the other side is there still, when a connection has been silent for so long: of a machine that is gone without a word
+/// nothing comes.
+///
+/// # Errors
+/// Those of the socket.
+pub fn keep_alive(stream: &TcpStream, after: Duration) -> io::Result<()> {
+    let seconds = libc::c_int::try_from(after.as_secs()).unwrap_or(libc::c_int::MAX).max(1);
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, seconds),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, (seconds / 4).max(1)),
+    ];
+    for (level, option, value) in options {
+        let len = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the value is an integer as these options take it, and lives through the call.
+        let set = unsafe { libc::setsockopt(stream.as_raw_fd(), level, option, (&raw const value).cast(), len) };
+        if set != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Whether nobody listens at a port of a host, as each of its addresses says. One that does not answer says nothing.
+pub fn is_refused(host: &str, port: u16, most: Duration) -> bool {
+    let Ok(addresses) = (host, port).to_socket_addrs() else { return false };
+    let addresses: Vec<SocketAddr> = addresses.collect();
+    let refuses = |address: &SocketAddr| {
+        TcpStream::connect_timeout(address, most).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    };
+    !addresses.is_empty() && addresses.iter().all(refuses)
 }
 
 /// Whether an idle connection can't be used any more: closed by the other side, or holding bytes that nobody asked for.

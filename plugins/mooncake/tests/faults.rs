@@ -48,7 +48,7 @@ fn a_lease_that_runs_out_while_a_page_is_read_makes_it_fail() {
     assert!(bench.set(&[1]).all_ok(), "{}", bench.logs());
     let got = bench.get(&[1]);
     assert_eq!(got.statuses[0], [PageStatus::Failed], "32 MiB do not come within a millisecond");
-    assert_eq!(bench.host.metric("mooncake_leases_run_out"), Some(1.0));
+    assert_eq!(bench.host.metric("mooncake_expired_pages"), Some(1.0));
     official.kill();
 }
 
@@ -105,6 +105,7 @@ fn i1336_a_master_restart_in_the_middle_of_traffic_gives_no_wrong_byte_and_heals
         });
         wait_for("pages that stay", || bench.set(&[1, 2, 3]).all_ok() && bench.has_all(&[1, 2, 3]));
         assert_eq!(bench.host.metric("mooncake_degraded"), Some(0.0));
+        wait_for("word of what is lost", || bench.host.metric("kvdock_contents_lost").is_some());
         // Peers still find the segment where the metadata server lost it too.
         let mut official = Official::start(&master, mode, 0);
         wait_for("an official object here", || official.put("after", b"restart") == 0);
@@ -148,6 +149,49 @@ fn peer_is_killed(mode: Mode) {
     wait_for("a new home", || {
         bench.which(&numbers).contains(&false) && bench.set(&numbers).all_ok() && bench.has_all(&numbers)
     });
+}
+
+/// Whoever had stored pages in the memory of a peer believed in them for ever when the peer was gone.
+#[test]
+fn the_host_was_not_told_of_pages_that_went_with_a_peer() {
+    let master = Master::start(&["--client_ttl=4"]);
+    let mut official = Official::start(&master, Mode::Http, 64 << 20);
+    let bench = Bench::new(&master.config(Mode::Http, 0), pool(4, 4096));
+    assert!(bench.set(&[1, 2, 3]).all_ok(), "{}", bench.logs());
+    let losses = || bench.host.metric("kvdock_contents_lost").unwrap_or_default();
+    let lenders = || bench.logs().matches("lends memory to the store").count();
+    wait_for("a look at the peer", || lenders() == 1);
+    let before = losses();
+    official.kill();
+    wait_for("word of what is lost", || losses() > before);
+    assert_eq!(bench.prefix(&[1, 2, 3]), 0);
+    // One that takes its leave does so too.
+    let other = Bench::of_model(&master.config(Mode::Http, 64 << 20), "other", pool(4, 4096));
+    assert!(bench.set(&[1, 2, 3]).all_ok() && bench.has_all(&[1, 2, 3]), "{}", bench.logs());
+    wait_for("a look at the other peer", || lenders() == 2);
+    let before = losses();
+    other.store.close().unwrap();
+    wait_for("word of what is lost", || losses() > before);
+}
+
+/// What one member could not read it removed by force from the store, also where all others could.
+#[test]
+fn pages_of_a_peer_that_did_not_answer_were_removed_for_everybody() {
+    let master = Master::start(&["--client_ttl=60"]);
+    let official = Official::start(&master, Mode::Peer, 64 << 20);
+    let bench = Bench::new(&master.config(Mode::Peer, 0), pool(4, 4096));
+    assert!(bench.set(&[1, 2, 3]).all_ok(), "{}", bench.logs());
+    let names = master.keys();
+    assert_eq!(names.len(), 3);
+    official.stand_still();
+    let options = Options { deadline: Some(Duration::from_secs(2)), ..Options::default() };
+    let got = bench.store.get(&options, &[bench.part(&[1, 2, 3])]);
+    assert!(!got.all_ok(), "{got:?}");
+    // It is there as far as the master knows, and nothing proves that it is gone.
+    assert!(bench.set(&[1, 2, 3]).all_ok(), "{}", bench.logs());
+    assert_eq!(master.keys(), names);
+    official.go_on();
+    wait_for("the peer's pages", || bench.has_all(&[1, 2, 3]));
 }
 
 #[test]

@@ -4,13 +4,13 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvdock_plugin_mooncake::data::{Header, Job, Operation, Outcome, Peers, STATUS_OK, STATUS_REJECTED, transfer};
 use kvdock_plugin_mooncake::limit::Limit;
 use kvdock_plugin_mooncake::metadata::handshake::{self, Kind};
 use kvdock_plugin_mooncake::metadata::{Descriptor, Metadata, Range};
-use kvdock_plugin_mooncake::serve::{Memory, Server};
+use kvdock_plugin_mooncake::serve::{Bounds, Memory, Server};
 
 const LEN: u64 = 1 << 20;
 
@@ -21,8 +21,12 @@ struct Segment {
 
 impl Segment {
     fn new(version: u32) -> Segment {
+        Segment::within(version, Bounds::of_this_process())
+    }
+
+    fn within(version: u32, bounds: Bounds) -> Segment {
         let memory = Arc::new(Memory::new(LEN).unwrap());
-        let server = Server::start(memory.clone(), "127.0.0.1", 0, 2).unwrap();
+        let server = Server::start_with(memory.clone(), "127.0.0.1", 0, 2, None, bounds).unwrap();
         let name = format!("127.0.0.1:{}", server.handshake_port());
         let range = Range { addr: memory.base(), length: LEN, name: name.clone(), ..Range::default() };
         let mut descriptor = Descriptor::tcp(&name, "127.0.0.1", server.data_port(), vec![range]);
@@ -210,6 +214,70 @@ fn a_peer_that_never_stopped_sending_kept_a_thread_for_itself() {
     segment.server.stop(Duration::from_millis(50));
     drop(segment);
     floods.into_iter().for_each(|flood| flood.join().unwrap());
+}
+
+/// What is at the end of a connection: nothing, once it was closed.
+fn is_closed(stream: &mut TcpStream) -> bool {
+    // What was sent and not read may turn the close into a reset.
+    stream.read(&mut [0; 64]).map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |read| read == 0)
+}
+
+/// A peer that connected and said nothing kept its session, and a descriptor, for ever; so did one that stopped in the middle of a request.
+#[test]
+fn a_peer_that_said_nothing_kept_a_session_for_ever() {
+    let (short, hour) = (Duration::from_millis(300), Duration::from_secs(3600));
+    let long = Bounds { stalled: hour, unused: hour, idle: hour, ..Bounds::of_this_process() };
+    let segment = Segment::within(2, Bounds { unused: short, ..long });
+    // Each waits up to 20 s for its end.
+    assert!(is_closed(&mut segment.connect()));
+    drop(segment);
+
+    let segment = Segment::within(2, Bounds { stalled: short, ..long });
+    let base = segment.memory.base();
+    let mut half_a_header = segment.connect();
+    half_a_header.write_all(&header(Operation::Write, base, 8, true)[..11]).unwrap();
+    let mut half_a_body = segment.connect();
+    half_a_body.write_all(&[header(Operation::Write, base, 100, true), vec![0; 10]].concat()).unwrap();
+    // Its answers are more than the sockets hold, and it takes none of them.
+    let mut deaf = segment.connect();
+    (0..64).for_each(|_| deaf.write_all(&header(Operation::Read, base, LEN, true)).unwrap());
+    assert!(is_closed(&mut half_a_header) && is_closed(&mut half_a_body));
+    let mut silent = segment.connect();
+    let began = Instant::now();
+    while deaf.write_all(&[0]).is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(60), "it was not given up");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // One that stands still in the middle of nothing waits on.
+    silent.write_all(&header(Operation::Read, base, 1, true)).unwrap();
+    assert_eq!(read(&mut silent, 9)[..8], STATUS_OK.to_le_bytes());
+    drop(segment);
+
+    // But not for ever either.
+    let segment = Segment::within(2, Bounds { idle: short, ..long });
+    let mut used = segment.connect();
+    used.write_all(&header(Operation::Read, segment.memory.base(), 1, true)).unwrap();
+    read(&mut used, 9);
+    assert!(is_closed(&mut used));
+}
+
+#[test]
+fn when_all_sessions_were_taken_nobody_else_was_served() {
+    let bounds = Bounds { sessions: 8, yields: Duration::from_millis(200), ..Bounds::of_this_process() };
+    let segment = Segment::within(2, bounds);
+    let base = segment.memory.base();
+    let silent: Vec<TcpStream> = (0..32).map(|_| segment.connect()).collect();
+    let peers = Peers::new(Metadata::Peer, 1);
+    let mut bytes = vec![7; 1000];
+    let began = Instant::now();
+    loop {
+        match move_all(&peers, Operation::Write, &segment.endpoint(), base, &mut bytes, 1000) {
+            Outcome::Moved => break,
+            other => assert!(began.elapsed() < Duration::from_secs(60), "{other:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(silent);
 }
 
 #[test]

@@ -130,6 +130,8 @@ fn servers_that_name_pages_as_sglang_does_share_them() {
         .set("storage.mooncake.key_scheme", "\"sglang\"")
         .set("cache.host_layout", "\"page_first\"");
     let (one, two) = (launch.start(), launch.start());
+    let status = one.client().get("/hicache/storage-backend").json;
+    assert_eq!(status["backends"][0]["settings"]["key_scheme"], "sglang", "{status}");
     let long = prompt::ids(17, 500);
     let (cold, _) = one.client().generate(&long, 8);
     wait_stored(&one.client(), 31);
@@ -178,6 +180,48 @@ fn a_master_that_restarts_costs_pages_and_no_answers() {
     master.start_again();
     from_storage(&client, &long, &cold);
     server.stop();
+}
+
+/// A master that had started anew knew nothing, while servers went on believing that it held their pages: what one of them still had on its host was
+/// not stored again for as long as it stayed there, and nobody else found it.
+#[test]
+fn pages_that_a_restarted_master_had_forgotten_were_never_stored_again() {
+    let mut master = Master::start(&["--default_kv_lease_ttl=10000"]);
+    let one = member(&master, Mode::Peer, SEGMENT).start();
+    let long = prompt::ids(18, 400);
+    let (cold, _) = one.client().generate(&long, 8);
+    wait_stored(&one.client(), 25);
+    master.kill();
+    master.start_again();
+    // Nobody asks it for anything: it stores by itself what it has.
+    wait_stored(&one.client(), 50);
+    let two = member(&master, Mode::Peer, "0").start();
+    let (warm, usage) = two.client().generate(&long, 8);
+    assert_eq!(usage.storage, whole_pages(400), "{usage:?}\n{}", one.log());
+    assert!(warm == cold);
+    let text = one.client().metrics_text();
+    assert!(text.contains("kvdock_contents_lost"), "{text}");
+    two.stop();
+    one.stop();
+}
+
+/// The same, where a part of the store goes with the server that lent it.
+#[test]
+fn pages_that_went_with_a_peer_were_never_stored_again() {
+    let master = Master::start(&["--default_kv_lease_ttl=10000", "--client_ttl=5"]);
+    let lender = member(&master, Mode::Peer, SEGMENT).start();
+    let one = member(&master, Mode::Peer, "0").start();
+    let long = prompt::ids(19, 400);
+    let (cold, _) = one.client().generate(&long, 8);
+    wait_stored(&one.client(), 25);
+    let other = member(&master, Mode::Peer, SEGMENT).start();
+    lender.kill();
+    wait_stored(&one.client(), 50);
+    let (warm, usage) = other.client().generate(&long, 8);
+    assert_eq!(usage.storage, whole_pages(400), "{usage:?}\n{}", one.log());
+    assert!(warm == cold);
+    other.stop();
+    one.stop();
 }
 
 #[test]

@@ -1,3 +1,4 @@
+use super::sources::Note;
 use super::*;
 
 fn parse(json: &str) -> Result<Config> {
@@ -7,7 +8,14 @@ fn parse(json: &str) -> Result<Config> {
 fn with(json: &str, variables: &[(&str, &str)]) -> Result<Config> {
     let given: Map<String, Value> = serde_json::from_str(json).unwrap();
     let variable = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-    Config::parse("mooncake", &sources::complete("mooncake", given, &variable)?)
+    let sources::Complete { map, origins, notes } = sources::complete("mooncake", given, &variable)?;
+    let config = Config::parse("mooncake", &map).map_err(|error| sources::traced("mooncake", error, &origins))?;
+    Ok(Config { notes, ..config })
+}
+
+fn fits_schema(json: &str) -> bool {
+    let schema: Value = serde_json::from_str(SCHEMA).unwrap();
+    jsonschema::validator_for(&schema).unwrap().is_valid(&serde_json::from_str(json).unwrap())
 }
 
 #[test]
@@ -30,6 +38,88 @@ fn sizes_are_those_of_other_clients_too() {
     ] {
         let json = format!(r#"{{"master_server_address":"m:1","global_segment_size":{text}}}"#);
         assert_eq!(parse(&json).unwrap().segment, bytes, "{text}");
+    }
+}
+
+/// `kvdock config check` looks at a file without the environment: what it lets pass has to be what the start lets pass.
+#[test]
+fn the_check_of_a_configuration_passed_what_the_start_refused() {
+    let with = |key: &str, value: &str| format!(r#"{{"master_server_address":"m:1","{key}":{value}}}"#);
+    let master = |text: &str| format!(r#"{{"master_server_address":"{text}"}}"#);
+    let bad = [
+        "m",
+        "m:",
+        ":1",
+        "m:0x",
+        "m:65536",
+        "m:1/x",
+        "etcd://",
+        "etcd://e",
+        "etcd://a:1;b",
+        "etcd://http://a:1",
+        "redis://e:6379",
+        "m m:1",
+        "a:b:1",
+    ];
+    let good = [
+        "m:1",
+        "10.0.0.1:50051",
+        "m:65535",
+        "m-1.x:00080",
+        "[::1]:9",
+        "etcd://a:1",
+        "etcd://a:1;b:2",
+        "etcd://a:1, b:2,",
+        "etcd://[::1]:2379",
+    ];
+    let mut cases: Vec<(String, bool)> = bad.iter().map(|text| (master(text), false)).collect();
+    cases.extend(good.iter().map(|text| (master(text), true)));
+    for (key, value, is_good) in [
+        ("protocol", r#""cxl""#, false),
+        ("protocol", r#""rdma""#, true),
+        ("cluster_id", r#""/""#, false),
+        ("cluster_id", r#""a/""#, true),
+        ("metadata_server", r#""etcd://e""#, false),
+        ("metadata_server", r#""https://h/metadata""#, false),
+        ("metadata_server", r#""http://h/x?key=1""#, false),
+        ("metadata_server", r#""http://a b/""#, false),
+        ("metadata_server", r#""http://10.0.0.1:8080/metadata""#, true),
+        ("metadata_server", r#""p2pHandshake""#, true),
+        ("metadata_server", "7", false),
+        ("local_hostname", r#""a:b""#, false),
+        ("local_hostname", r#""a:70000""#, false),
+        ("local_hostname", r#""""#, false),
+        ("local_hostname", r#""a""#, true),
+        ("local_hostname", r#""a:0""#, true),
+        ("local_hostname", r#""a:17000""#, true),
+        ("local_hostname", r#""::1""#, true),
+        ("local_hostname", r#""[::1]:9""#, true),
+        ("global_segment_size", r#""4 apples""#, false),
+        ("global_segment_size", r#""99999999TiB""#, false),
+        ("global_segment_size", r#""9999999TiB""#, true),
+        ("global_segment_size", r#""4gb""#, true),
+        ("global_segment_size", "-1", false),
+        ("extra_backend_tag", r#""a*""#, false),
+        ("extra_backend_tag", r#""a/b_c.d-e""#, true),
+        ("replica_num", "0", false),
+        ("replica_num", "17", false),
+        ("soft_pin_ttl", "5", false),
+        ("standalone_storage", "true", false),
+        ("standalone_storage", "false", true),
+        ("client_server_address", r#""c:1""#, false),
+        ("client_server_address", r#""""#, true),
+        ("enable_ssd_offload", "true", false),
+        ("preferred_segments", "[1]", false),
+        ("master_metrics_port", "0", false),
+        ("nonsense", "5", false),
+    ] {
+        cases.push((with(key, value), is_good));
+    }
+    cases.push((r#"{"master_server_address":"m:1","soft_pin":false,"soft_pin_ttl":5}"#.to_owned(), false));
+    cases.push((r#"{"master_server_address":"m:1","soft_pin":true,"soft_pin_ttl":5}"#.to_owned(), true));
+    for (json, is_good) in cases {
+        assert_eq!(parse(&json).is_ok(), is_good, "the start: {json}");
+        assert_eq!(fits_schema(&json), is_good, "the check: {json}");
     }
 }
 
@@ -76,6 +166,15 @@ fn environment_and_file_complete_what_names_no_master() {
     let config = with(r#"{"master_server_address":"m:1","local_hostname":"a"}"#, &[("MOONCAKE_LOCAL_HOSTNAME", "b:7")]);
     let config = config.unwrap();
     assert_eq!((config.host.as_str(), config.port), ("b", 7), "the machine's own name counts first");
+    let said: Vec<&Note> = config.notes.iter().filter(|note| note.warns).collect();
+    assert!(said[0].text.contains("MOONCAKE_LOCAL_HOSTNAME") && said[0].text.contains("\"a\" does not"), "{said:?}");
+    let same = with(r#"{"master_server_address":"m:1","local_hostname":"a"}"#, &[("LOCAL_HOSTNAME", "a")]).unwrap();
+    assert!(same.notes.iter().all(|note| !note.warns), "{:?}", same.notes);
+    let wrong = with(r#"{"master_server_address":"m:1","local_hostname":"a"}"#, &[("LOCAL_HOSTNAME", "b:x")]);
+    let wrong = wrong.unwrap_err().message;
+    assert!(wrong.contains("local_hostname") && wrong.contains("the variable LOCAL_HOSTNAME"), "{wrong}");
+    let wrong = with("{}", &[("MOONCAKE_MASTER", "nowhere")]).unwrap_err().message;
+    assert!(wrong.contains("the variable MOONCAKE_MASTER"), "{wrong}");
     let rdma = with(r#"{"master_server_address":"m:1"}"#, &[("MOONCAKE_PROTOCOL", "rdma")]).unwrap();
     assert!(rdma.rdma.is_some());
 
@@ -89,6 +188,28 @@ fn environment_and_file_complete_what_names_no_master() {
     assert!(with("{}", &file).unwrap_err().message.contains("it has no master_server_address"));
     std::fs::write(&path, "no").unwrap();
     assert!(with("{}", &file).unwrap_err().message.contains("no JSON object"));
+}
+
+/// On three machines, with the name left out, each server told the others to find it at their own.
+#[test]
+fn a_name_that_no_other_machine_reaches_was_given_out_without_a_word() {
+    let warned = |json: &str| {
+        let config = parse(json).unwrap();
+        config.unreachable().is_some_and(|note| note.warns && note.text.contains("local_hostname"))
+    };
+    assert!(warned(r#"{"master_server_address":"10.0.0.1:50051"}"#));
+    assert!(warned(
+        r#"{"master_server_address":"etcd://127.0.0.1:2379;10.0.0.2:2379","local_hostname":"127.0.0.1:17000"}"#
+    ));
+    for json in [
+        r#"{"master_server_address":"10.0.0.1:50051","local_hostname":"10.0.0.2"}"#,
+        r#"{"master_server_address":"10.0.0.1:50051","global_segment_size":0}"#,
+        r#"{"master_server_address":"localhost:50051"}"#,
+        r#"{"master_server_address":"[::1]:50051"}"#,
+        r#"{"master_server_address":"etcd://127.0.0.1:2379;localhost:2380"}"#,
+    ] {
+        assert!(!warned(json), "{json}");
+    }
 }
 
 #[test]

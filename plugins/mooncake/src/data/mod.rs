@@ -7,6 +7,6 @@ mod rdma;
 mod transfer;
 
 pub use frame::{Header, Operation, STATUS_OK, STATUS_REJECTED};
-pub use peer::{Peer, Peers};
+pub use peer::{Peer, Peers, Standing};
 pub use rdma::Rdma;
 pub use transfer::{Job, Outcome, transfer};

@@ -30,10 +30,24 @@ struct Trouble {
     pause: Duration,
 }
 
+/// What the master says of the memory that a peer has lent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// It was not asked.
+    Unasked,
+    /// It knows it.
+    Mounted,
+    /// It does not.
+    Gone,
+    /// It can't say.
+    Unknown,
+}
+
 /// A peer, by the endpoint that stands in replicas.
 #[derive(Debug)]
 pub struct Peer {
     endpoint: String,
+    standing: Mutex<Standing>,
     info: Mutex<Option<Arc<PeerInfo>>>,
     idle: Mutex<Vec<(TcpStream, Instant)>>,
     trouble: Mutex<Option<Trouble>>,
@@ -45,6 +59,7 @@ impl Peer {
     fn new(endpoint: &str) -> Peer {
         Peer {
             endpoint: endpoint.to_owned(),
+            standing: Mutex::new(Standing::Unasked),
             info: Mutex::default(),
             idle: Mutex::default(),
             trouble: Mutex::default(),
@@ -55,6 +70,11 @@ impl Peer {
     /// The endpoint.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
+    }
+
+    /// Takes note of what the master says of its memory; gives what it said before.
+    pub fn stands(&self, now: Standing) -> Standing {
+        std::mem::replace(&mut *self.standing.lock(), now)
     }
 
     /// Why the peer is left alone now; none when it is not.
@@ -175,7 +195,7 @@ impl Peers {
         peer
     }
 
-    /// Endpoints of peers that are known and well; they are the names of their segments as well.
+    /// Endpoints of peers that are known and well; they are the names of their segments as well, but of official peers that find one another by asking.
     pub fn living(&self) -> Vec<String> {
         let is_well = |peer: &Peer| peer.trouble().is_none() && peer.info.try_lock().is_some_and(|info| info.is_some());
         self.known.lock().iter().filter(|(_, peer)| is_well(peer)).map(|(endpoint, _)| endpoint.clone()).collect()
@@ -183,13 +203,34 @@ impl Peers {
 
     /// Throws away all that is known of peers: after the master has started anew, their addresses mean other things.
     pub fn forget_all(&self) {
-        self.known.lock().values().for_each(|peer| peer.forget());
+        for peer in self.known.lock().values() {
+            peer.forget();
+            peer.stands(Standing::Unasked);
+        }
     }
 
-    /// Drops peers that have failed for long and that nobody uses: names of processes that are gone do not pile up.
+    /// Peers whose memory the master is to be asked about: those that it was not asked about yet, or all.
+    pub fn to_look_at(&self, all: bool) -> Vec<Arc<Peer>> {
+        let known = self.known.lock();
+        let is_due = |peer: &&Arc<Peer>| match *peer.standing.lock() {
+            Standing::Unasked => true,
+            Standing::Mounted | Standing::Gone => all,
+            Standing::Unknown => false,
+        };
+        known.values().filter(is_due).cloned().collect()
+    }
+
+    /// Drops peers that have failed for long, or whose memory the master does not know, and that nobody uses: names of processes that are gone do
+    /// not pile up.
     pub fn drop_dead(&self) {
         self.known.lock().retain(|_, peer| {
-            let dead = peer.trouble.lock().as_ref().is_some_and(|trouble| trouble.pause >= PAUSE_LAST);
+            let failing = || peer.trouble.lock().as_ref().is_some_and(|trouble| trouble.pause >= PAUSE_LAST);
+            let dead = match *peer.standing.lock() {
+                // That it goes is to be noticed.
+                Standing::Mounted => false,
+                Standing::Gone => true,
+                Standing::Unasked | Standing::Unknown => failing(),
+            };
             let goes = dead && Arc::strong_count(peer) == 1;
             if let Some(rdma) = self.rdma.as_ref().filter(|_| goes) {
                 rdma.transport().forget(&peer.endpoint);

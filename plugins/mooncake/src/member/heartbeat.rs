@@ -15,18 +15,27 @@ const BEAT: Duration = Duration::from_secs(1);
 const BEAT_TIME: Duration = Duration::from_secs(3);
 /// How often it is looked whether the metadata server still knows this peer.
 const LOOK: Duration = Duration::from_secs(10);
+/// How often it is looked whether the master still knows the others.
+const PEERS: Duration = Duration::from_secs(5);
 
 impl Member {
     /// Beats until the member leaves.
     pub(super) fn beat(&self) {
         let mut known = false;
         let mut looked = Instant::now();
+        let mut looked_at_peers = Instant::now();
         let mut beaten: Option<Instant> = None;
         while !self.is_stopping() {
             self.revoke_waiting();
             if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
                 beaten = Some(Instant::now());
                 known = self.ping(known);
+                self.tell_losses();
+                let all = looked_at_peers.elapsed() >= PEERS;
+                if all {
+                    looked_at_peers = Instant::now();
+                }
+                self.look_at_peers(all);
                 if looked.elapsed() >= LOOK {
                     looked = Instant::now();
                     self.look_at_metadata();
@@ -63,6 +72,7 @@ impl Member {
     /// client for too long. Then all objects of this segment are gone, and addresses that it named before mean other things.
     fn remount(&self, known: bool) -> bool {
         if known {
+            self.forgotten.store(true, Ordering::Release);
             self.epoch.fetch_add(1, Ordering::AcqRel);
             self.peers.forget_all();
             self.host.metric(MetricKind::CounterAdd, "mooncake_remounts", "", 1.0);
@@ -79,6 +89,9 @@ impl Member {
         match self.heart.call::<rpc::ReMountSegment>(&(segments, self.id), &Limit::within(BEAT_TIME)) {
             Ok(Ok(())) => {
                 self.state.well();
+                if self.forgotten.swap(false, Ordering::AcqRel) {
+                    self.lost(true);
+                }
                 true
             }
             Ok(Err(code)) => {

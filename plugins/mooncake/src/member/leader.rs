@@ -67,7 +67,7 @@ impl Election {
         let Some(list) = address.strip_prefix(SCHEME) else { return Ok(None) };
         let endpoints: Vec<String> =
             list.split([';', ',']).map(str::trim).filter(|endpoint| !endpoint.is_empty()).map(str::to_owned).collect();
-        let wrong = endpoints.iter().find(|endpoint| endpoint.contains('/') || net::split_address(endpoint).is_none());
+        let wrong = endpoints.iter().find(|endpoint| net::written_address(endpoint).is_none());
         if let Some(wrong) = wrong.map(String::as_str).or_else(|| endpoints.is_empty().then_some("")) {
             return Err(format!(
                 "endpoint {wrong:?} is not right; it takes \"etcd://host:2379\", or several hosts as \"etcd://one:2379;two:2379\""

@@ -2,6 +2,7 @@
 
 mod heartbeat;
 mod leader;
+mod losses;
 mod probe;
 mod segment;
 mod state;
@@ -9,7 +10,7 @@ mod state;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::{Error, ErrorKind, Host, LogLevel, Result};
 use parking_lot::{Condvar, Mutex};
@@ -22,7 +23,7 @@ use crate::rpc::{Address, Client, RpcError};
 use crate::wire::types::ReplicaType;
 use crate::wire::{Uuid, rpc};
 
-pub use leader::Election;
+pub use leader::{Election, SCHEME};
 pub use segment::Lent;
 pub use state::State;
 
@@ -44,6 +45,10 @@ pub struct Member {
     pub state: State,
     /// Counts up when the master has forgotten this client: what it said before means nothing any more.
     pub epoch: AtomicU64,
+    /// The master has forgotten this client, and has not taken its memory again yet.
+    forgotten: AtomicBool,
+    /// When the host is to be told that what was stored is gone.
+    loss_due: Mutex<Option<Instant>>,
     /// Names whose puts are to be taken back, and which of their replicas.
     revokes: Mutex<Vec<(String, ReplicaType)>>,
     stopping: Mutex<bool>,
@@ -64,8 +69,10 @@ pub fn error_of(error: &RpcError) -> Error {
         RpcError::Unreachable(_) | RpcError::Lost(_) => {
             Error::new(ErrorKind::Unavailable, error.to_string()).retryable()
         }
-        RpcError::Stopped(Stop::TimedOut) => Error::new(ErrorKind::TimedOut, error.to_string()).retryable(),
-        RpcError::Stopped(Stop::Cancelled) => Error::new(ErrorKind::Cancelled, error.to_string()),
+        RpcError::Stopped { stop: Stop::TimedOut, .. } => {
+            Error::new(ErrorKind::TimedOut, error.to_string()).retryable()
+        }
+        RpcError::Stopped { stop: Stop::Cancelled, .. } => Error::new(ErrorKind::Cancelled, error.to_string()),
         RpcError::Incompatible(_) | RpcError::Failed(_) => Error::new(ErrorKind::Unavailable, error.to_string()),
     }
 }
@@ -109,6 +116,8 @@ impl Member {
             lent: None,
             state: State::new(host),
             epoch: AtomicU64::new(0),
+            forgotten: AtomicBool::new(false),
+            loss_due: Mutex::default(),
             revokes: Mutex::default(),
             stopping: Mutex::new(false),
             wake: Condvar::new(),

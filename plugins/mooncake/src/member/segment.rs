@@ -5,11 +5,11 @@ use std::sync::Arc;
 use kvdock_plugin_api::{Error, ErrorKind, LogLevel, Result};
 
 use super::{Member, RPC_TIME, error_of};
-use crate::config::Config;
+use crate::config::{Config, is_loopback};
 use crate::data::{Peers, Rdma};
 use crate::limit::Limit;
 use crate::metadata::{Descriptor, Metadata, Range};
-use crate::serve::{Memory, Server};
+use crate::serve::{Bounds, Memory, Server};
 use crate::wire::types::Segment;
 use crate::wire::{ErrorCode, Uuid, rpc};
 
@@ -37,9 +37,16 @@ impl Lent {
             .map_err(|error| failed("global_segment_size", format!("{len} bytes can't be set aside: {error}")))?;
         let memory = Arc::new(memory);
         let transport = peers.rdma().map(Rdma::transport);
-        let server =
-            Server::start_with(memory.clone(), &config.host, config.port, config.serve_threads, transport.cloned())
-                .map_err(|why| failed("local_hostname", why))?;
+        let bounds = Bounds::of_this_process();
+        let server = Server::start_with(
+            memory.clone(),
+            &config.host,
+            config.port,
+            config.serve_threads,
+            transport.cloned(),
+            bounds,
+        )
+        .map_err(|why| failed("local_hostname", why))?;
         let id = Uuid::random().map_err(|error| failed("global_segment_size", error.to_string()))?;
         let host = &config.host;
         let bracketed = if host.contains(':') { format!("[{host}]") } else { host.clone() };
@@ -76,7 +83,7 @@ impl Lent {
             }
         };
         server.describe(descriptor.clone());
-        let loopback = host == "localhost" || host.starts_with("127.") || host == "::1";
+        let loopback = is_loopback(host);
         let segment = Segment {
             id,
             name: name.clone(),

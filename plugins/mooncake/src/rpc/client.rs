@@ -123,22 +123,22 @@ impl Client {
     fn connection(&self, limit: &Limit<'_>) -> Result<Arc<Connection>, RpcError> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.connections.len();
         let Some(place) = self.connections.get(turn) else {
-            return Err(RpcError::Unreachable("there is no connection".to_owned()));
+            return Err(RpcError::Unreachable(format!("master {}: there is no connection", self.address())));
         };
         let Some(mut place) = place.try_lock_until(limit.until()) else {
-            return Err(RpcError::Stopped(crate::limit::Stop::TimedOut));
+            return Err(RpcError::stopped(crate::limit::Stop::TimedOut));
         };
         if let Some(connection) = place.as_ref().filter(|connection| connection.is_alive()) {
             return Ok(connection.clone());
         }
         *place = None;
         self.pause()?;
-        let time = limit.left().map_err(RpcError::Stopped)?.min(CONNECT);
+        let time = limit.left().map_err(RpcError::stopped)?.min(CONNECT);
         let address = self.address();
         match net::connect(&address.host, address.port, time) {
             Ok(stream) => {
                 *self.trouble.lock() = None;
-                let connection = Arc::new(Connection::new(stream));
+                let connection = Arc::new(Connection::new(stream, address));
                 *place = Some(connection.clone());
                 Ok(connection)
             }
@@ -170,8 +170,9 @@ impl Client {
         limit: &Limit<'_>,
     ) -> Result<(M::Reply, Ticket), RpcError> {
         let body = M::request_hash().map_or_else(Vec::new, |hash| encode(request, hash, &Form::default()));
-        let connection = self.connection(limit)?;
-        let answer = connection.call(M::id(), &body, limit)?;
+        let named = |error: RpcError| error.of_call(M::NAME, &self.address().text);
+        let connection = self.connection(limit).map_err(named)?;
+        let answer = connection.call(M::id(), &body, limit).map_err(named)?;
         if let Some(refusal) = Refusal::of(answer.error) {
             return Err(RpcError::refused(M::NAME, &self.address().text, &refusal, &refusal_text(&answer.body)));
         }
@@ -263,7 +264,10 @@ mod tests {
                 read_request(&mut stream);
             });
             let late = client.call::<rpc::ExistKey>(&("a", ""), &Limit::within(Duration::from_millis(50)));
-            assert_eq!(late.unwrap_err(), RpcError::Stopped(Stop::TimedOut));
+            let late = late.unwrap_err();
+            assert!(matches!(late, RpcError::Stopped { stop: Stop::TimedOut, .. }), "{late}");
+            let address = listener.local_addr().unwrap().to_string();
+            assert!(late.to_string().contains(&address) && late.to_string().contains("ExistKey"), "{late}");
             let (found, ticket) =
                 client.call_with_ticket::<rpc::ExistKey>(&("b", ""), &Limit::within(Duration::from_secs(20))).unwrap();
             assert_eq!(found, Ok(false));
@@ -289,7 +293,7 @@ mod tests {
             let (_, ticket) = client.call_with_ticket::<rpc::ExistKey>(&("a", ""), &limit()).unwrap();
             assert!(ticket.holds());
             let lost = client.call::<rpc::ExistKey>(&("a", ""), &limit()).unwrap_err();
-            assert!(matches!(lost, RpcError::Lost(_)), "{lost}");
+            assert!(matches!(&lost, RpcError::Lost(why) if why.contains(&address.to_string())), "{lost}");
             assert!(!ticket.holds());
         });
         drop(listener);

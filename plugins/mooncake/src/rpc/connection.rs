@@ -7,11 +7,12 @@ use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::PollFlags;
 
-use super::RpcError;
+use super::{Address, RpcError};
 use crate::limit::{Limit, Stop};
 use crate::net;
 use crate::wire::frame::{REPLY_HEADER, REQUEST_HEADER, Reply, Request};
@@ -24,6 +25,9 @@ pub struct Answer {
     /// Message.
     pub body: Vec<u8>,
 }
+
+/// Memory that is set aside at first for an answer. There is more of it as its bytes come, at most twice as much as have come.
+const STEP: usize = 64 << 10;
 
 #[derive(Debug)]
 enum Waiting {
@@ -58,6 +62,8 @@ struct Incoming {
 #[derive(Debug)]
 pub struct Connection {
     stream: TcpStream,
+    /// Of the master, for messages.
+    address: Arc<Address>,
     state: Mutex<State>,
     changed: Condvar,
     writing: Mutex<()>,
@@ -66,9 +72,10 @@ pub struct Connection {
 
 impl Connection {
     /// Takes a connected, non-blocking socket.
-    pub fn new(stream: TcpStream) -> Connection {
+    pub fn new(stream: TcpStream, address: Arc<Address>) -> Connection {
         Connection {
             stream,
+            address,
             state: Mutex::default(),
             changed: Condvar::new(),
             writing: Mutex::default(),
@@ -82,7 +89,7 @@ impl Connection {
             return false;
         }
         if net::is_closed(&self.stream) {
-            self.die("the master closed the connection");
+            self.die("it closed the connection");
             return false;
         }
         true
@@ -103,7 +110,7 @@ impl Connection {
         let sequence = {
             let mut state = self.state.lock();
             if let Some(why) = &state.dead {
-                return Err(RpcError::Unreachable(why.clone()));
+                return Err(RpcError::Unreachable(format!("master {}: {why}", self.address)));
             }
             let sequence = state.next;
             state.next = state.next.wrapping_add(1);
@@ -114,7 +121,7 @@ impl Connection {
         let mut state = self.state.lock();
         match result {
             // A late answer still comes, unless the connection is gone.
-            Err(RpcError::Stopped(_)) if state.dead.is_none() => {
+            Err(RpcError::Stopped { .. }) if state.dead.is_none() => {
                 if let Some(call) = state.calls.get_mut(&sequence) {
                     *call = Waiting::Gone;
                 }
@@ -133,7 +140,7 @@ impl Connection {
         frame.extend_from_slice(&header);
         frame.extend_from_slice(body);
         let Some(_turn) = self.writing.try_lock_until(limit.until()) else {
-            return Err(RpcError::Stopped(Stop::TimedOut));
+            return Err(RpcError::stopped(Stop::TimedOut));
         };
         let mut rest = frame.as_slice();
         while !rest.is_empty() {
@@ -145,11 +152,11 @@ impl Connection {
                             // Half a request can't be taken back.
                             self.die("a request could not be sent in time");
                         }
-                        return Err(RpcError::Stopped(stop));
+                        return Err(RpcError::stopped(stop));
                     }
                 }
                 Err(error) => {
-                    let why = format!("the connection to the master broke: {error}");
+                    let why = format!("the connection broke: {error}");
                     self.die(&why);
                     return Err(RpcError::Lost(why));
                 }
@@ -169,7 +176,7 @@ impl Connection {
             if let Some(why) = &state.dead {
                 return Err(RpcError::Lost(why.clone()));
             }
-            let time = limit.slice().map_err(RpcError::Stopped)?;
+            let time = limit.slice().map_err(RpcError::stopped)?;
             if state.reading {
                 self.changed.wait_for(&mut state, time);
                 continue;
@@ -197,18 +204,19 @@ impl Connection {
         let incoming = &mut *self.incoming.lock();
         loop {
             let need = incoming.header.map_or(REPLY_HEADER, |header| header.body as usize + header.attachment as usize);
-            if incoming.bytes.len() < need {
-                incoming.bytes.resize(need, 0);
-            }
             while incoming.have < need {
-                let room = incoming.bytes.get_mut(incoming.have..need).unwrap_or_default();
+                if incoming.bytes.len() == incoming.have {
+                    // What is claimed costs nothing before it has come.
+                    incoming.bytes.resize(need.min(incoming.have + incoming.have.max(STEP)), 0);
+                }
+                let room = incoming.bytes.get_mut(incoming.have..).unwrap_or_default();
                 match (&self.stream).read(room) {
-                    Ok(0) => return Err(Reading::Ended("the master closed the connection".to_owned())),
+                    Ok(0) => return Err(Reading::Ended("it closed the connection".to_owned())),
                     Ok(read) => incoming.have += read,
                     Err(error) if net::is_not_now(&error) => {
                         net::wait_for(self.stream.as_fd(), PollFlags::IN, limit).map_err(|_| Reading::Stopped)?;
                     }
-                    Err(error) => return Err(Reading::Ended(format!("the connection to the master broke: {error}"))),
+                    Err(error) => return Err(Reading::Ended(format!("the connection broke: {error}"))),
                 }
             }
             let bytes = std::mem::take(&mut incoming.bytes);
@@ -244,5 +252,55 @@ fn deliver(state: &mut State, header: &Reply, body: Vec<u8>) {
         Some(Waiting::Gone) => drop(state.calls.remove(&header.sequence)),
         // Nobody asked: the answer to a call that has ended.
         Some(Waiting::Done(_)) | None => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::wire::frame::MAX_REPLY;
+
+    /// A connection, and the other end of it.
+    fn pair() -> (Connection, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let (master, _) = listener.accept().unwrap();
+        (Connection::new(stream, Arc::new(Address::parse(&address.to_string()).unwrap())), master)
+    }
+
+    /// It set aside, and filled with zeros, half a gigabyte for each connection before a byte of it had come.
+    #[test]
+    fn a_master_that_claimed_much_was_given_memory_for_all_of_it() {
+        let (connection, mut master) = pair();
+        let header = Reply { error: 0, sequence: 7, body: MAX_REPLY, attachment: MAX_REPLY };
+        master.write_all(&header.to_bytes()).unwrap();
+        master.write_all(&[1; 100]).unwrap();
+        while connection.incoming.lock().have < 100 {
+            let late = connection.call(1, &[], &Limit::within(Duration::from_millis(100)));
+            assert!(matches!(late, Err(RpcError::Stopped { .. })), "{late:?}");
+        }
+        let incoming = connection.incoming.lock();
+        assert!(incoming.bytes.capacity() <= 2 * STEP, "{} bytes", incoming.bytes.capacity());
+    }
+
+    #[test]
+    fn a_long_answer_comes_whole() {
+        let (connection, mut master) = pair();
+        let body: Vec<u8> = (0..500_000u32).map(|at| (at * 7 + at / 251) as u8).collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut request = [0; REQUEST_HEADER];
+                master.read_exact(&mut request).unwrap();
+                let header = Reply { error: 0, sequence: 0, body: body.len() as u32, attachment: 3 };
+                master.write_all(&[&header.to_bytes()[..], &body, b"end"].concat()).unwrap();
+            });
+            let answer = connection.call(1, &[], &Limit::within(Duration::from_secs(60))).unwrap();
+            assert!(answer.body == body);
+        });
     }
 }

@@ -18,7 +18,12 @@ pub enum RpcError {
     /// The connection ended after the request was sent: whether the function ran is not known.
     Lost(String),
     /// The time was over, or the call was cancelled, before the answer came: whether the function ran is not known.
-    Stopped(Stop),
+    Stopped {
+        /// Which of the two.
+        stop: Stop,
+        /// What was asked of whom; empty where nobody was asked.
+        asked: String,
+    },
     /// The master speaks another release.
     Incompatible(String),
     /// The master answered something else than what was asked, or failed.
@@ -26,6 +31,21 @@ pub enum RpcError {
 }
 
 impl RpcError {
+    /// The time was over, or the call was cancelled, with nobody asked.
+    pub fn stopped(stop: Stop) -> RpcError {
+        RpcError::Stopped { stop, asked: String::new() }
+    }
+
+    /// The same error, of a call of a method at an address.
+    fn of_call(self, method: &str, address: &str) -> RpcError {
+        match self {
+            RpcError::Stopped { stop, .. } => RpcError::Stopped { stop, asked: format!("master {address}: {method}") },
+            RpcError::Lost(why) => RpcError::Lost(format!("master {address}: {method}: {why}")),
+            RpcError::Failed(why) => RpcError::Failed(format!("master {address}: {method}: {why}")),
+            RpcError::Unreachable(_) | RpcError::Incompatible(_) => self,
+        }
+    }
+
     fn refused(method: &str, address: &str, refusal: &Refusal, text: &str) -> RpcError {
         let what = format!("master {address}: {method}: {text}");
         match refusal {
@@ -48,8 +68,16 @@ impl std::fmt::Display for RpcError {
         match self {
             RpcError::Unreachable(text) | RpcError::Lost(text) | RpcError::Failed(text) => f.write_str(text),
             RpcError::Incompatible(text) => write!(f, "{text}; the master is of another release"),
-            RpcError::Stopped(Stop::TimedOut) => f.write_str("the master did not answer in time"),
-            RpcError::Stopped(Stop::Cancelled) => f.write_str("the call was cancelled"),
+            RpcError::Stopped { stop, asked } => {
+                if !asked.is_empty() {
+                    write!(f, "{asked}: ")?;
+                }
+                f.write_str(match (stop, asked.is_empty()) {
+                    (Stop::TimedOut, true) => "the time of the call was over",
+                    (Stop::TimedOut, false) => "it did not answer in time",
+                    (Stop::Cancelled, _) => "the call was cancelled",
+                })
+            }
         }
     }
 }

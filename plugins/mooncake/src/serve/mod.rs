@@ -6,4 +6,4 @@ mod server;
 mod session;
 
 pub use memory::Memory;
-pub use server::{Figures, Server};
+pub use server::{Bounds, Figures, Server};

@@ -18,19 +18,62 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use super::memory::Memory;
 use super::session::{DataSession, HandshakeSession, Wants};
 use crate::metadata::{Descriptor, handshake};
+use crate::net;
 
-/// Most connections at a time, where the process may have as many files open. Official peers hold four each.
-const MOST_SESSIONS: usize = 16_384;
-/// What part of the files that the process may have open goes to connections at most: the others are needed to serve at all.
-const PART_OF_FILES: u64 = 2;
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long after a failing `accept` (no descriptors are left) the next one is tried.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// How long a connection may be silent before the system asks whether the peer's machine is there still.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+
 const DATA: u64 = u64::MAX;
 const GREETINGS: u64 = u64::MAX - 1;
 const WAKE: u64 = u64::MAX - 2;
+
+/// How many connections there may be, and how long one may do nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds {
+    /// Connections at a time.
+    pub sessions: usize,
+    /// How long one may stand still in the middle of a request.
+    pub stalled: Duration,
+    /// How long one may wait for its first request.
+    pub unused: Duration,
+    /// How long one may wait for another request. Official peers keep theirs for as long as they live, and fail one object when they find one
+    /// closed, so this is long.
+    pub idle: Duration,
+    /// When there are as many as there may be, the one that has waited longest makes room for a new one, if it has waited so long.
+    pub yields: Duration,
+}
+
+/// Most connections at a time, where the process may have as many files open. Official peers hold four each.
+const MOST_SESSIONS: usize = 16_384;
+/// What part of the files that the process may have open goes to connections at most: the others are needed to serve at all.
+const PART_OF_FILES: u64 = 2;
+/// What part of the connections there may be more for a moment, until another thread has ended some of its own that are of no use.
+const SPARE: usize = 8;
+
+impl Bounds {
+    /// As many connections as the limit of open files allows for.
+    pub fn of_this_process() -> Bounds {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        Bounds::for_files(limit.current)
+    }
+
+    /// For a limit of open files; none is no limit.
+    fn for_files(files: Option<u64>) -> Bounds {
+        let files = files.unwrap_or(u64::MAX) / PART_OF_FILES;
+        Bounds {
+            sessions: usize::try_from(files).unwrap_or(MOST_SESSIONS).min(MOST_SESSIONS),
+            stalled: Duration::from_secs(60),
+            unused: Duration::from_secs(300),
+            idle: Duration::from_secs(3600),
+            yields: Duration::from_secs(10),
+        }
+    }
+}
 
 /// What peers did.
 #[derive(Debug, Default)]
@@ -75,7 +118,7 @@ struct Shared {
     figures: Figures,
     stop: AtomicBool,
     sessions: AtomicUsize,
-    most_sessions: usize,
+    bounds: Bounds,
     busy: AtomicUsize,
 }
 
@@ -93,7 +136,7 @@ impl Server {
     /// # Errors
     /// When a port can't be bound or a thread started; the text says which.
     pub fn start(memory: Arc<Memory>, host: &str, handshake_port: u16, threads: usize) -> Result<Server, String> {
-        Server::start_with(memory, host, handshake_port, threads, None)
+        Server::start_with(memory, host, handshake_port, threads, None, Bounds::of_this_process())
     }
 
     /// As [`Server::start`]; where RDMA moves the bytes there is no data port, and peers that ask for connections are answered by the
@@ -107,6 +150,7 @@ impl Server {
         handshake_port: u16,
         threads: usize,
         rdma: Option<Arc<Transport>>,
+        bounds: Bounds,
     ) -> Result<Server, String> {
         let data = match &rdma {
             Some(_) => None,
@@ -122,7 +166,7 @@ impl Server {
             figures: Figures::default(),
             stop: AtomicBool::new(false),
             sessions: AtomicUsize::new(0),
-            most_sessions: most_sessions(),
+            bounds,
             busy: AtomicUsize::new(0),
         });
         let mut server = Server { shared, wakes: Vec::new(), threads: Mutex::default() };
@@ -254,9 +298,11 @@ impl Worker {
                     number => self.step(number),
                 }
             }
+            // Another thread had none that could make room.
+            while self.crowded_by(1) && self.make_room() {}
             if swept.elapsed() > Duration::from_secs(1) {
                 swept = Instant::now();
-                self.drop_slow_handshakes();
+                self.sweep();
             }
         }
         let numbers: Vec<u64> = self.sessions.keys().copied().collect();
@@ -274,10 +320,12 @@ impl Worker {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(_) => return std::thread::sleep(ACCEPT_PAUSE),
             };
-            if self.shared.sessions.load(Ordering::Relaxed) >= self.shared.most_sessions {
+            let spare = self.shared.bounds.sessions / SPARE + 1;
+            if self.crowded_by(0) && !self.make_room() && self.crowded_by(spare) {
                 continue;
             }
             let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
+            let ready = ready.and_then(|()| net::keep_alive(&stream, KEEPALIVE));
             let number = self.next;
             let data = EventData::new_u64(number);
             if ready.is_err() || epoll::add(&self.epoll, &stream, data, EventFlags::IN).is_err() {
@@ -341,16 +389,55 @@ impl Worker {
         }
     }
 
-    fn drop_slow_handshakes(&mut self) {
-        let slow = |session: &Session| matches!(&session.kind, Kind::Handshake(greeting) if greeting.since.elapsed() > HANDSHAKE);
+    /// Whether there are as many sessions as there may be, and so many more.
+    fn crowded_by(&self, more: usize) -> bool {
+        self.shared.sessions.load(Ordering::Relaxed) >= self.shared.bounds.sessions.saturating_add(more)
+    }
+
+    /// Ends the session of this thread that has waited longest for a request, so that there is room for another one. Says whether there was one.
+    fn make_room(&mut self) -> bool {
+        let waits = |(number, session): (&u64, &Session)| match &session.kind {
+            Kind::Data(data) if data.is_idle() => Some((data.moved, *number)),
+            _ => None,
+        };
+        let longest = self.sessions.iter().filter_map(waits).min();
+        let Some((_, number)) = longest.filter(|(since, _)| since.elapsed() >= self.shared.bounds.yields) else {
+            return false;
+        };
+        self.close(number);
+        true
+    }
+
+    /// Ends what has stood still for too long.
+    fn sweep(&mut self) {
+        let bounds = self.shared.bounds;
+        let over = |session: &Session| match &session.kind {
+            Kind::Handshake(greeting) => greeting.since.elapsed() > HANDSHAKE,
+            Kind::Data(data) => {
+                let most = match (data.is_idle(), data.used) {
+                    (false, _) => bounds.stalled,
+                    (true, false) => bounds.unused,
+                    (true, true) => bounds.idle,
+                };
+                data.moved.elapsed() > most
+            }
+        };
         let numbers: Vec<u64> =
-            self.sessions.iter().filter(|(_, session)| slow(session)).map(|(number, _)| *number).collect();
+            self.sessions.iter().filter(|(_, session)| over(session)).map(|(number, _)| *number).collect();
         numbers.into_iter().for_each(|number| self.close(number));
     }
 }
 
-/// How many connections are let in, by the limit of open files.
-fn most_sessions() -> usize {
-    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    usize::try_from(files / PART_OF_FILES).unwrap_or(MOST_SESSIONS).min(MOST_SESSIONS)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_get_half_of_the_files_that_the_process_may_open() {
+        for (files, sessions) in
+            [(Some(1024), 512), (Some(1), 0), (Some(1 << 20), MOST_SESSIONS), (None, MOST_SESSIONS)]
+        {
+            assert_eq!(Bounds::for_files(files).sessions, sessions, "{files:?}");
+        }
+    }
 }

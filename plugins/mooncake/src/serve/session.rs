@@ -14,6 +14,9 @@ use crate::net;
 /// Bytes that one turn of a session moves, so that others get theirs.
 const TURN: usize = 4 << 20;
 
+/// Memory that is set aside at first for a message.
+const STEP: usize = 4096;
+
 /// What a session waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wants {
@@ -42,6 +45,10 @@ enum Data {
 pub struct DataSession {
     state: Data,
     memory: Arc<Memory>,
+    /// When bytes moved last; when it began, if none have.
+    pub moved: Instant,
+    /// Whether a request has come.
+    pub used: bool,
 }
 
 // SAFETY: the pointers lie in `memory`, which the session holds; they are only named to the kernel.
@@ -49,7 +56,7 @@ unsafe impl Send for DataSession {}
 
 impl DataSession {
     pub fn new(memory: Arc<Memory>) -> DataSession {
-        DataSession { state: Data::Header([0; 24], 0), memory }
+        DataSession { state: Data::Header([0; 24], 0), memory, moved: Instant::now(), used: false }
     }
 
     /// Whether it stands between two requests.
@@ -60,13 +67,25 @@ impl DataSession {
     /// Moves what can be moved now.
     pub fn step(&mut self, stream: &TcpStream, figures: &Figures) -> io::Result<Wants> {
         let mut moved = 0;
-        while moved < TURN {
+        let wants = self.work(stream, figures, &mut moved);
+        if moved > 0 {
+            self.moved = Instant::now();
+        }
+        wants
+    }
+
+    /// As [`DataSession::step`]; adds up the bytes of the peer's and of its memory.
+    fn work(&mut self, stream: &TcpStream, figures: &Figures, moved: &mut usize) -> io::Result<Wants> {
+        while *moved < TURN {
             match &mut self.state {
                 Data::Header(bytes, have) => {
                     let room = bytes.get_mut(*have..).unwrap_or_default();
                     match (&mut &*stream).read(room) {
                         Ok(0) => return Ok(Wants::Close),
-                        Ok(read) => *have += read,
+                        Ok(read) => {
+                            *have += read;
+                            *moved += read;
+                        }
                         Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Wants::Input),
                         Err(error) => return Err(error),
@@ -82,7 +101,7 @@ impl DataSession {
                     match unsafe { net::receive_pieces(stream, &piece) } {
                         Ok(0) => return Ok(Wants::Close),
                         Ok(read) => {
-                            moved += read;
+                            *moved += read;
                             *to = to.wrapping_add(read);
                             *left -= read;
                             figures.received(read);
@@ -103,7 +122,10 @@ impl DataSession {
                     let piece = status_piece(bytes, *at);
                     // SAFETY: the status is part of this session.
                     match unsafe { net::send_pieces(stream, &[piece]) } {
-                        Ok(sent) => *at += sent,
+                        Ok(sent) => {
+                            *at += sent;
+                            *moved += sent;
+                        }
                         Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Wants::Output),
                         Err(error) => return Err(error),
@@ -128,7 +150,7 @@ impl DataSession {
                     *at += of_status;
                     *from = from.wrapping_add(sent - of_status);
                     *left -= sent - of_status;
-                    moved += sent;
+                    *moved += sent;
                     figures.sent(sent - of_status);
                     if *left == 0 && *at == status.len() {
                         self.state = Data::Header([0; 24], 0);
@@ -141,6 +163,7 @@ impl DataSession {
     }
 
     fn begin(&mut self, header: &Header, figures: &Figures) {
+        self.used = true;
         let range = usize::try_from(header.size).ok().zip(self.memory.find(header.address, header.size));
         self.state = match (range, header.operation, header.with_status) {
             (None, _, true) => {
@@ -170,6 +193,8 @@ fn status_piece(status: &[u8; 8], at: usize) -> libc::iovec {
 #[derive(Debug)]
 pub struct HandshakeSession {
     len: [u8; 8],
+    /// Bytes of the message, as they say.
+    claimed: usize,
     body: Vec<u8>,
     have: usize,
     answer: Option<(Vec<u8>, usize)>,
@@ -178,7 +203,7 @@ pub struct HandshakeSession {
 
 impl HandshakeSession {
     pub fn new() -> HandshakeSession {
-        HandshakeSession { len: [0; 8], body: Vec::new(), have: 0, answer: None, since: Instant::now() }
+        HandshakeSession { len: [0; 8], claimed: 0, body: Vec::new(), have: 0, answer: None, since: Instant::now() }
     }
 
     /// Moves what can be moved now; `answer` makes the answer to a message.
@@ -217,7 +242,13 @@ impl HandshakeSession {
             }
             let room = match self.have.checked_sub(8) {
                 None => self.len.get_mut(self.have..),
-                Some(have) => self.body.get_mut(have..),
+                Some(have) => {
+                    if self.body.len() == have {
+                        // What is claimed costs nothing before it has come.
+                        self.body.resize(self.claimed.min(have + have.max(STEP)), 0);
+                    }
+                    self.body.get_mut(have..)
+                }
             };
             match stream.read(room.unwrap_or_default()) {
                 Ok(0) => return Ok(Wants::Close),
@@ -226,14 +257,14 @@ impl HandshakeSession {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Wants::Input),
                 Err(error) => return Err(error),
             }
-            if self.have == 8 && self.body.is_empty() {
+            if self.have == 8 && self.claimed == 0 {
                 let len = u64::from_le_bytes(self.len);
                 if len == 0 || len > MAX_MESSAGE {
                     return Ok(Wants::Close);
                 }
-                self.body = vec![0; len as usize];
+                self.claimed = len as usize;
             }
-            if self.have >= 8 && self.have - 8 == self.body.len() {
+            if self.have >= 8 && self.have - 8 == self.claimed {
                 let Ok((kind, json)) = handshake::parse(&self.body) else { return Ok(Wants::Close) };
                 self.answer = Some((answer(kind, json), 0));
             }

@@ -65,7 +65,7 @@ impl Store {
         }
         let unread = answers.iter().filter(|answer| !matches!(answer, Some(Ok(())))).count();
         if unread > 0 {
-            self.member.host.metric(MetricKind::CounterAdd, "mooncake_pages_not_in_memory", "", unread as f64);
+            self.member.host.metric(MetricKind::CounterAdd, "mooncake_unreadable_pages", "", unread as f64);
         }
         let none = || Err((PageStatus::Failed, "nobody answered for the object".to_owned()));
         answers.into_iter().map(|answer| answer.unwrap_or_else(none)).collect()
@@ -103,7 +103,8 @@ impl Store {
             Ok(Ok(lent)) if lent.1.len() == objects.len() => lent,
             Ok(Ok(lent)) => return all(format!("owner {endpoint} has {} of {} objects", lent.1.len(), objects.len())),
             Ok(Err(code)) => return all(format!("owner {endpoint}: {code}")),
-            Err(error) => return all(format!("owner {endpoint}: {error}")),
+            // It is asked as a master is.
+            Err(error) => return all(error.to_string().replacen("master ", "owner ", 1)),
         };
         let peer = self.member.peers.get(&peer);
         let mut jobs = Vec::new();

@@ -23,11 +23,11 @@ const FOR_EVER: Duration = Duration::from_secs(365 * 86_400);
 fn wait(ready: &[Ready], limit: &Limit<'_>) -> Result<()> {
     for ready in ready {
         while !ready.is_set()? {
-            let left = limit.left().map_err(|stop| error_of(&RpcError::Stopped(stop)))?;
+            let left = limit.left().map_err(|stop| error_of(&RpcError::stopped(stop)))?;
             std::thread::sleep(LOOK.min(left));
         }
     }
-    limit.left().map(drop).map_err(|stop| error_of(&RpcError::Stopped(stop)))
+    limit.left().map(drop).map_err(|stop| error_of(&RpcError::stopped(stop)))
 }
 
 impl Store {
@@ -60,7 +60,7 @@ impl Store {
         items.settle_rest(PageStatus::Failed);
         match limit.left() {
             Err(stop) if items.list.iter().any(|item| item.status() == PageStatus::Failed) => {
-                Err(error_of(&RpcError::Stopped(stop)))
+                Err(error_of(&RpcError::stopped(stop)))
             }
             _ => Ok(()),
         }

@@ -4,6 +4,7 @@ mod elsewhere;
 mod exists;
 pub mod figures;
 mod get;
+mod gone;
 mod items;
 pub mod linked;
 mod put;

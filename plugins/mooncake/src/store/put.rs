@@ -74,13 +74,13 @@ impl Store {
     ) -> Result<Vec<Begun<'a>>, RpcError> {
         let member = &self.member;
         let tenant = member.tenant.as_str();
-        limit.left().map_err(RpcError::Stopped)?;
+        limit.left().map_err(RpcError::stopped)?;
         let names = open.iter().map(|item| item.name.as_str()).collect();
         let sizes = open.iter().map(|item| item.len).collect();
         let request = (member.id, names, sizes, self.replicate_config(open, preferred), tenant);
         let started = member.master.call::<rpc::BatchPutStart>(&request, &limit.patient().at_most(RPC_TIME));
         let started = started.inspect_err(|error| {
-            if matches!(error, RpcError::Stopped(_) | RpcError::Lost(_)) {
+            if matches!(error, RpcError::Stopped { .. } | RpcError::Lost(_)) {
                 // They may have begun.
                 member.revoke_later(open.iter().map(|item| item.name.clone()), ReplicaType::ALL);
             }
@@ -100,12 +100,19 @@ impl Store {
                         }
                     }
                     if replicas.last().is_none_or(|(number, _)| *number != begun.len()) {
-                        page.round = Round::Failed(format!("object {}: the master gave no room in memory", item.name));
+                        page.round = Round::Failed(format!(
+                            "master {}: object {}: it gave no room in memory",
+                            member.master.address(),
+                            item.name
+                        ));
                     }
                 }
                 Err(ErrorCode::OBJECT_ALREADY_EXISTS) => page.round = Round::Exists,
                 Err(ErrorCode::NO_AVAILABLE_HANDLE) => page.round = Round::Full,
-                Err(code) => page.round = Round::Failed(format!("object {}: {code}", item.name)),
+                Err(code) => {
+                    page.round =
+                        Round::Failed(format!("master {}: object {}: {code}", member.master.address(), item.name));
+                }
             }
             begun.push(page);
         }
@@ -203,7 +210,7 @@ impl Store {
                 Ok(ended) => {
                     for (number, ended) in good.iter().zip(ended) {
                         let (Some(page), Err(code)) = (begun.get_mut(*number), ended) else { continue };
-                        let why = format!("object {}: {code}", page.item.name);
+                        let why = format!("master {}: object {}: {code}", member.master.address(), page.item.name);
                         page.round = match code {
                             // Its segment was taken back meanwhile.
                             ErrorCode::OBJECT_NOT_FOUND => Round::PeerFailed(why),
@@ -218,7 +225,7 @@ impl Store {
                     for number in &good {
                         let Some(page) = begun.get_mut(*number) else { continue };
                         page.round = match error {
-                            RpcError::Stopped(_) => Round::Stopped,
+                            RpcError::Stopped { .. } => Round::Stopped,
                             _ => Round::Failed(error.to_string()),
                         };
                     }

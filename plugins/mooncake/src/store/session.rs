@@ -83,7 +83,7 @@ impl<'a> Session<'a> {
             match read {
                 Ok(()) if Instant::now() < object.until => self.found.push(object),
                 Ok(()) => {
-                    self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_leases_run_out", "", 1.0);
+                    self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_expired_pages", "", 1.0);
                     object.item.finish(PageStatus::Failed);
                 }
                 Err((status, why)) => {
@@ -174,7 +174,7 @@ impl<'a> Session<'a> {
         match failed {
             None if late => {
                 // The bytes may be another object's by now.
-                self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_leases_run_out", "", 1.0);
+                self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_expired_pages", "", 1.0);
                 object.item.finish(PageStatus::Failed);
             }
             None => {
@@ -256,7 +256,8 @@ impl<'a> Session<'a> {
         let status = if holds { PageStatus::Ok } else { PageStatus::Failed };
         self.found.iter().for_each(|object| object.item.finish(status));
         if !holds {
-            self.store.warn("the master went away while pages were read; they count as failed");
+            let master = self.store.member.master.address();
+            self.store.warn(&format!("master {master} went away while pages were read; they count as failed"));
         }
         if let Some(why) = &self.why {
             self.store.warn(why);
@@ -285,7 +286,7 @@ impl Store {
             Ok(replicas) => replicas,
             Err(ErrorCode::OBJECT_NOT_FOUND | ErrorCode::REPLICA_IS_NOT_READY) => return Err(PageStatus::Missing),
             Err(code) => {
-                self.warn(&format!("object {}: {code}", item.name));
+                self.warn(&format!("master {}: object {}: {code}", self.member.master.address(), item.name));
                 return Err(PageStatus::Failed);
             }
         };
@@ -310,7 +311,7 @@ impl Store {
                 return Ok((found, Some(place)));
             }
             if unreadable > 0 {
-                self.member.host.metric(MetricKind::CounterAdd, "mooncake_pages_not_in_memory", "", 1.0);
+                self.member.host.metric(MetricKind::CounterAdd, "mooncake_unreadable_pages", "", 1.0);
             }
             return Err(PageStatus::Missing);
         }

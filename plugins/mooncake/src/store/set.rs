@@ -82,7 +82,7 @@ impl Store {
         }
         if let Err(stop) = limit.left() {
             self.give_up(items, &written, limit);
-            return Err(error_of(&RpcError::Stopped(stop)));
+            return Err(error_of(&RpcError::stopped(stop)));
         }
         // The master ends one put after the other. Nobody of this process looks meanwhile; another one may find a shorter prefix for a moment.
         let _alone = self.commit.write();
@@ -127,7 +127,7 @@ impl Store {
         let mut open: Vec<&Item<'_>> =
             items.list.iter().filter(|item| seen.insert(item.name.as_str(), ()).is_none()).collect();
         let mut progress = Progress::default();
-        self.remove_unreadable(&open, limit);
+        self.remove_lost(&open, limit);
         if commit == Commit::Together {
             // Most of what is offloaded a second time is there.
             match self.settle_existing(open, limit) {
@@ -246,19 +246,6 @@ impl Store {
         }
     }
 
-    /// Pages that could not be read a moment ago, for their owner is gone, stand in the way of what is stored now: the master goes on
-    /// believing in them for a while.
-    fn remove_unreadable(&self, open: &[&Item<'_>], limit: &Limit<'_>) {
-        let names: Vec<&str> =
-            open.iter().map(|item| item.name.as_str()).filter(|name| self.failed_lately(name)).collect();
-        if names.is_empty() {
-            return;
-        }
-        let request = (names, true, self.member.tenant.as_str());
-        // Where it fails, the pages count as stored, as the master says.
-        let _ = self.member.master.call::<rpc::BatchRemove>(&request, &limit.at_most(RPC_TIME));
-    }
-
     /// An object that exists may be one that somebody is still writing, or began to write and did not finish, or has removed meanwhile.
     /// Gives those that can't be read.
     fn settle_existing<'a>(&self, exists: Vec<&'a Item<'a>>, limit: &Limit<'_>) -> Result<Vec<&'a Item<'a>>, RpcError> {
@@ -279,7 +266,7 @@ impl Store {
 
 /// Why an operation ends before it is done.
 fn over(limit: &Limit<'_>) -> Error {
-    error_of(&RpcError::Stopped(limit.left().err().unwrap_or(Stop::TimedOut)))
+    error_of(&RpcError::stopped(limit.left().err().unwrap_or(Stop::TimedOut)))
 }
 
 impl Store {
@@ -289,7 +276,7 @@ impl Store {
             "no segment of the store at {} has room; its master evicts what nobody has read lately, so it may have soon",
             self.member.master.address()
         );
-        self.member.host.metric(MetricKind::CounterAdd, "mooncake_pages_without_room", "", 1.0);
+        self.member.host.metric(MetricKind::CounterAdd, "mooncake_refused_pages", "", 1.0);
         let mut said = self.full_said.lock();
         if said.is_none_or(|at| at.elapsed() >= SAY_FULL) {
             *said = Some(Instant::now());
