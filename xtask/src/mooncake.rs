@@ -106,12 +106,13 @@ pub struct Up {
     /// Start the master alone: neither build kvdock nor fetch the small model that the command line names.
     #[arg(long)]
     master_only: bool,
-    /// More flags of the master.
+    /// More flags of the master, each as --NAME=VALUE or --NAME VALUE. Its ports may be among them; where it listens may not: that is 127.0.0.1.
     #[arg(last = true)]
     flags: Vec<String>,
 }
 
 /// Where the services listen, all on 127.0.0.1.
+#[derive(Debug, Clone, Copy)]
 struct Ports {
     rpc: u16,
     metrics: u16,
@@ -124,6 +125,8 @@ struct Ports {
 /// When they can't be fetched or started, or end with an error.
 pub fn act(action: &Action) -> Result<ExitCode> {
     let Action::Up(options) = action;
+    // Before anything is fetched or built.
+    let flags = Flags::of(options)?;
     let folder = fetch()?;
     let model = if options.master_only {
         None
@@ -134,7 +137,7 @@ pub fn act(action: &Action) -> Result<ExitCode> {
     // Before the master starts, so that no signal is lost in between.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
     let log = paths::cache().join("mooncake-master.log");
-    let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), &log, options)?;
+    let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), &log, &flags)?;
     print!("{}", advice(&ports, model.as_deref())?);
     println!("Its log goes to {}. Ctrl-C stops it.", log.display());
     let pid = Pid::from_child(&master);
@@ -158,11 +161,111 @@ pub fn act(action: &Action) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
+/// What the master is started with.
+#[derive(Debug, PartialEq)]
+struct Flags {
+    rpc: Option<u16>,
+    metrics: Option<u16>,
+    metadata: Option<u16>,
+    lease: String,
+    /// All others, as they were given.
+    others: Vec<String>,
+}
+
+/// Flags that `up` sets by itself.
+const OWN: [(&str, &str); 5] = [
+    ("rpc_address", "it listens on 127.0.0.1"),
+    ("metrics_host", "it listens on 127.0.0.1"),
+    ("enable_http_metadata_server", "there always is one"),
+    ("logtostderr", "the log goes to a file that it names"),
+    ("enable_ha", "one master is started; plugins/mooncake/README.md shows several"),
+];
+
+impl Flags {
+    /// Takes out of the flags of the master what `up` has to know.
+    fn of(options: &Up) -> Result<Flags> {
+        let (lease, others) = (options.lease.to_string(), Vec::new());
+        let mut flags = Flags { rpc: None, metrics: None, metadata: None, lease, others };
+        let mut given = options.flags.iter();
+        while let Some(flag) = given.next() {
+            let Some(word) = flag.strip_prefix("--").or_else(|| flag.strip_prefix('-')) else {
+                bail!("{flag}: expected a flag of the master, such as --rpc_port=50051");
+            };
+            let (name, value) = match word.split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (word, None),
+            };
+            // Flags may be written with dashes too.
+            let plain = name.replace('-', "_");
+            if let Some((_, why)) = OWN.iter().find(|(own, _)| *own == plain || plain.strip_prefix("no") == Some(*own))
+            {
+                bail!("--{name}: this is set by `mooncake up`: {why}");
+            }
+            let place = match plain.as_str() {
+                "rpc_port" | "port" => &mut flags.rpc,
+                "metrics_port" => &mut flags.metrics,
+                "http_metadata_server_port" => &mut flags.metadata,
+                "default_kv_lease_ttl" => {
+                    flags.lease = value
+                        .or_else(|| given.next().map(String::as_str))
+                        .context("--default_kv_lease_ttl takes a time")?
+                        .to_owned();
+                    continue;
+                }
+                _ => {
+                    flags.others.push(flag.clone());
+                    // Its value, if that stands apart.
+                    if value.is_none() && given.as_slice().first().is_some_and(|next| !next.starts_with('-')) {
+                        flags.others.extend(given.next().cloned());
+                    }
+                    continue;
+                }
+            };
+            let value = value.or_else(|| given.next().map(String::as_str)).unwrap_or_default();
+            let port = value.parse().ok().filter(|port| *port > 0);
+            *place = Some(
+                port.with_context(|| format!("--{name}: {value:?} is no port; it takes a number from 1 to 65535"))?,
+            );
+        }
+        let ports: Vec<u16> = [flags.rpc, flags.metrics, flags.metadata].into_iter().flatten().collect();
+        if ports.iter().enumerate().any(|(at, port)| ports.get(at + 1..).is_some_and(|rest| rest.contains(port))) {
+            bail!("--rpc_port, --metrics_port and --http_metadata_server_port have to be different");
+        }
+        Ok(flags)
+    }
+
+    /// Ports for a start: those that were asked for, and free ones.
+    fn ports(&self) -> Result<Ports> {
+        for (name, port) in
+            [("rpc_port", self.rpc), ("metrics_port", self.metrics), ("http_metadata_server_port", self.metadata)]
+        {
+            if let Some(port) = port {
+                TcpListener::bind(("127.0.0.1", port))
+                    .with_context(|| format!("--{name}: port {port} of 127.0.0.1 can't be used"))?;
+            }
+        }
+        let asked = [self.rpc, self.metrics, self.metadata];
+        let [rpc, metrics, metadata] = loop {
+            let free = free_ports()?;
+            // A free port may be one that was asked for.
+            if !free.iter().any(|port| asked.contains(&Some(*port))) {
+                break free;
+            }
+        };
+        Ok(Ports {
+            rpc: self.rpc.unwrap_or(rpc),
+            metrics: self.metrics.unwrap_or(metrics),
+            metadata: self.metadata.unwrap_or(metadata),
+        })
+    }
+}
+
 /// Starts a master and waits until it serves.
-fn start(program: &Path, log: &Path, options: &Up) -> Result<(Child, Ports)> {
+fn start(program: &Path, log: &Path, flags: &Flags) -> Result<(Child, Ports)> {
     // Ports are free when they are drawn; somebody else may take one before the master does.
     for _ in 0..3 {
-        let [rpc, metrics, metadata] = free_ports()?;
+        let ports = flags.ports()?;
+        let Ports { rpc, metrics, metadata } = ports;
         let mut master = command(paths::text(program)?);
         master
             .arg("--rpc_address=127.0.0.1")
@@ -171,10 +274,10 @@ fn start(program: &Path, log: &Path, options: &Up) -> Result<(Child, Ports)> {
             .arg(format!("--metrics_port={metrics}"))
             .arg("--enable_http_metadata_server=true")
             .arg(format!("--http_metadata_server_port={metadata}"))
-            .arg(format!("--default_kv_lease_ttl={}", options.lease))
+            .arg(format!("--default_kv_lease_ttl={}", flags.lease))
             .arg("--logtostderr=1")
             .stderr(File::create(log).with_context(|| format!("can't create {}", log.display()))?)
-            .args(&options.flags)
+            .args(&flags.others)
             // A group of its own: Ctrl-C reaches the master once, through this program.
             .process_group(0);
         let mut child = master.spawn().with_context(|| format!("can't start `{}`", show(&master)))?;
@@ -182,14 +285,21 @@ fn start(program: &Path, log: &Path, options: &Up) -> Result<(Child, Ports)> {
         let is_up = |port: u16| TcpStream::connect(("127.0.0.1", port)).is_ok();
         while child.try_wait().context("can't ask after the master")?.is_none() {
             if is_up(rpc) && is_up(metrics) && is_up(metadata) {
-                return Ok((child, Ports { rpc, metrics, metadata }));
+                return Ok((child, ports));
             }
             if began.elapsed() > PATIENCE {
                 let _ = child.kill();
                 let _ = child.wait();
-                bail!("the master did not listen within {} s", PATIENCE.as_secs());
+                bail!("the master did not listen within {} s; its log is {}", PATIENCE.as_secs(), log.display());
             }
             std::thread::sleep(Duration::from_millis(50));
+        }
+        // A flag that it does not know ends it as well, each time.
+        let said = std::fs::read_to_string(log).unwrap_or_default();
+        if let Some(line) =
+            said.lines().find(|line| line.contains("unknown command line flag") || line.contains("ERROR:"))
+        {
+            bail!("the master does not start: {line}");
         }
     }
     bail!("the master ended at its start, three times; its log is {}", log.display())
@@ -260,6 +370,59 @@ mod tests {
         let [a, b, c] = free_ports().unwrap();
         assert!(a != b && b != c && a != c);
         assert!(TcpListener::bind(("127.0.0.1", a)).is_ok());
+    }
+
+    fn flags(given: &[&str]) -> Result<Flags> {
+        Flags::of(&Up { lease: 5000, master_only: true, flags: given.iter().map(|flag| (*flag).to_owned()).collect() })
+    }
+
+    /// The master listened where it was told to, and was waited for somewhere else.
+    #[test]
+    fn a_port_of_ones_own_was_not_where_the_master_was_looked_for() {
+        let [own, other, third] = free_ports().unwrap();
+        for given in [
+            vec![format!("--rpc_port={own}")],
+            vec!["--rpc_port".to_owned(), own.to_string()],
+            vec![format!("-rpc-port={own}")],
+        ] {
+            let given: Vec<&str> = given.iter().map(String::as_str).collect();
+            let flags = flags(&given).unwrap();
+            assert!(flags.others.is_empty(), "{flags:?}");
+            let ports = flags.ports().unwrap();
+            assert!(ports.rpc == own && ports.metrics != own && ports.metadata != own, "{ports:?}");
+        }
+        let all = [
+            format!("--metrics_port={other}"),
+            format!("--http_metadata_server_port={third}"),
+            "--client_ttl".to_owned(),
+            "5".to_owned(),
+            "-v=1".to_owned(),
+        ];
+        let flags = flags(&all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+        let ports = flags.ports().unwrap();
+        assert_eq!((ports.metrics, ports.metadata), (other, third));
+        assert_eq!(flags.others, ["--client_ttl", "5", "-v=1"]);
+    }
+
+    #[test]
+    fn flags_that_make_no_sense_are_refused_in_words() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        for (given, word) in [
+            (vec!["--rpc_port=x"], "1 to 65535"),
+            (vec!["--rpc_port"], "1 to 65535"),
+            (vec!["--rpc_port=70000"], "1 to 65535"),
+            (vec!["--rpc_port=1000", "--metrics_port=1000"], "different"),
+            (vec!["--rpc_address=0.0.0.0"], "127.0.0.1"),
+            (vec!["--noenable_http_metadata_server"], "always is one"),
+            (vec!["50051"], "expected a flag"),
+        ] {
+            let error = format!("{:#}", flags(&given).unwrap_err());
+            assert!(error.contains(word), "{given:?}: {error}");
+        }
+        let error = format!("{:#}", flags(&[&format!("--rpc_port={port}")]).unwrap().ports().unwrap_err());
+        assert!(error.contains(&port.to_string()) && error.contains("can't be used"), "{error}");
+        assert_eq!(flags(&["--default_kv_lease_ttl=7s"]).unwrap().lease, "7s");
     }
 
     #[test]
