@@ -1,5 +1,6 @@
 //! The configuration `storage.<instance>.*`, and the environment variables that other nodes of UMBP read.
 
+mod distributed;
 mod environment;
 mod refused;
 mod schema;
@@ -15,6 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::linker::Cuts;
 use crate::segment::MOST_SEGMENT;
+pub use distributed::{DataPlane, Distributed};
 pub use schema::SCHEMA;
 pub use types::{Copies, Dram, IoBackend, Pipeline, Policy, Role, Scheme, Ssd, Standalone};
 use values::{SIZE, default_dir, expand, flag, numbers, size, texts};
@@ -49,6 +51,8 @@ pub struct Config {
     pub ranges_per_call: usize,
     /// The server of the node; none for memory and disk of this process.
     pub standalone: Option<Standalone>,
+    /// The cluster that this process is a node of.
+    pub distributed: Option<Distributed>,
 }
 
 impl Config {
@@ -62,7 +66,8 @@ impl Config {
             .map_err(|error| fail(name, "", &format!("the configuration is no JSON object: {error}")))?;
         let variable = |name: &str| std::env::var(name).ok();
         let whole = environment::complete(given, &variable);
-        let mut config = Config::parse(name, &whole, &variable)?;
+        let rank = distributed::rank(open.identity(), &variable);
+        let mut config = Config::parse(name, &whole, &variable, rank)?;
         config.place(open.identity());
         // The host asks for names of another engine in the namespace that goes with them.
         let namespace: Value = serde_json::from_str(&open.identity().namespace_json).unwrap_or_default();
@@ -97,10 +102,16 @@ impl Config {
             cuts: Cuts { layer_group: 8, coalesce: 1024 },
             ranges_per_call: 8192,
             standalone: None,
+            distributed: None,
         }
     }
 
-    fn parse(instance: &str, map: &Map<String, Value>, variable: &dyn Fn(&str) -> Option<String>) -> Result<Config> {
+    fn parse(
+        instance: &str,
+        map: &Map<String, Value>,
+        variable: &dyn Fn(&str) -> Option<String>,
+        rank: u32,
+    ) -> Result<Config> {
         let mut config = Config::defaults();
         let mut ssd = Ssd {
             dirs: Vec::new(),
@@ -131,6 +142,7 @@ impl Config {
         let mut ssd_enabled = true;
         let (mut huge, mut huge_size) = (false, 2u64 << 20);
         let mut page_given = false;
+        let mut cluster = distributed::Reader::default();
         for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
             let bad = |right: &str| fail(instance, key, &format!("{value} is not right; it takes {right}"));
             let text = |right: &str| value.as_str().map(str::to_owned).ok_or_else(|| bad(right));
@@ -150,6 +162,9 @@ impl Config {
                     .ok_or_else(|| bad("a part such as 0.9: over 0, at most 1"))
             };
             let switch = || flag(value).ok_or_else(|| bad("true or false"));
+            if cluster.take(instance, key, value)? {
+                continue;
+            }
             match key.as_str() {
                 "names" => {
                     config.scheme = match value.as_str() {
@@ -298,11 +313,6 @@ impl Config {
                 "node_id" => server.node_id = text("a name")?,
                 "node_address" => server.node_address = text("an address")?,
                 "node_tags" | "tags" => server.tags = texts(value).ok_or_else(|| bad("a list of texts"))?,
-                "master_address" => {
-                    return Err(bad(
-                        "nothing: this version does not join a master itself; let a umbp_standalone_server join it, and name that in standalone_address",
-                    ));
-                }
                 _ => match refused::look(key, value) {
                     Some(Ok(())) => {}
                     Some(Err(right)) => return Err(bad(right)),
@@ -329,10 +339,11 @@ impl Config {
         marks("dram_low_watermark", config.dram.low, config.dram.high)?;
         marks("ssd_low_watermark", ssd.low, ssd.high)?;
         config.fit_page(page_given);
+        config.distributed = cluster.end(instance, &config, &server, rank)?;
         if !server.address.is_empty() {
             config.standalone = Some(server);
         }
-        if ssd_enabled && config.standalone.is_none() {
+        if ssd_enabled && config.standalone.is_none() && config.distributed.is_none() {
             if ssd.dirs.is_empty() {
                 ssd.dirs.push(default_dir(variable).ok_or_else(|| {
                     fail(instance, "ssd_storage_dir", "it is needed, for there is neither XDG_CACHE_HOME nor HOME")

@@ -1,10 +1,12 @@
-//! kvdock's storage plugin that keeps KV pages in UMBP: in memory and segment files of this process, or in those of a node's server.
+//! kvdock's storage plugin that keeps KV pages in UMBP: in memory and segment files of this process, in those of a node's server, or in the memory
+//! of a cluster that this process is a node of.
 //!
-//! FORMAT.md says which bytes lie in segment files, README.md how to run it.
+//! FORMAT.md says which bytes lie in segment files, PROTOCOL.md what travels between nodes, README.md how to run it.
 
 #![allow(clippy::len_without_is_empty, reason = "lengths in bytes, of things that are not collections")]
 
 mod config;
+pub mod distributed;
 mod linker;
 pub mod local;
 mod names;
@@ -58,11 +60,14 @@ impl Backend for UmbpBackend {
                 "names = \"sglang\": these names bind no dtype, layout or weights, and pages carry no seal; only workers of one model with one layout may share this store",
             );
         }
-        let objects: Box<dyn Objects> = match &config.standalone {
-            Some(server) => {
+        let objects: Box<dyn Objects> = match (&config.standalone, &config.distributed) {
+            (Some(server), _) => {
                 Box::new(standalone::Remote::open(server, config.ranges_per_call, name, host, open.call())?)
             }
-            None => {
+            (None, Some(cluster)) => {
+                Box::new(distributed::Cluster::open(&config, cluster, open.identity(), name, host, open.call())?)
+            }
+            (None, None) => {
                 let local = local::Local::open(&config, host);
                 Box::new(
                     local.map_err(|error| Error { message: format!("storage.{name}.{}", error.message), ..error })?,
@@ -70,9 +75,11 @@ impl Backend for UmbpBackend {
             }
         };
         let names = Names::new(config.scheme, &config.tag, open.identity());
-        let reports = config.standalone.as_ref().is_some_and(|server| !server.node_id.is_empty());
+        let has_name = config.standalone.as_ref().is_some_and(|server| !server.node_id.is_empty());
+        let reports = has_name || config.distributed.is_some();
+        let remote = config.standalone.is_some() || config.distributed.is_some();
         let store = Arc::new(Store::new(objects, names, host));
-        Ok(UmbpBackend { store, face: Face::new(config.cuts), reports, remote: config.standalone.is_some() })
+        Ok(UmbpBackend { store, face: Face::new(config.cuts), reports, remote })
     }
 
     fn capabilities(&self, declared: Capabilities) -> Capabilities {

@@ -268,7 +268,7 @@ fn index(state: &mut State, disk: &Disk, found: Vec<(Vec<u8>, Place)>) {
 }
 
 /// Runs work over `count` items, by several threads where there are many bytes: one more for each `worth` of them.
-fn spread(count: usize, bytes: u64, most: usize, worth: u64, work: impl Fn(usize) + Sync) {
+pub(crate) fn spread(count: usize, bytes: u64, most: usize, worth: u64, work: impl Fn(usize) + Sync) {
     let most = std::thread::available_parallelism().map_or(1, usize::from).min(most);
     share(count, most.min((bytes / worth.max(1)) as usize), work);
 }

@@ -51,13 +51,23 @@ const VARIABLES: &[(&str, &str)] = &[
     ("UMBP_NODE_ADDRESS", "node_address"),
     ("UMBP_NODE_TAGS", "node_tags"),
     ("UMBP_MASTER_ADDRESS", "master_address"),
+    ("UMBP_PEER_SERVICE_PORT", "peer_service_port"),
+    ("UMBP_IO_ENGINE_HOST", "io_engine_host"),
+    ("UMBP_IO_ENGINE_PORT", "io_engine_port"),
+    ("UMBP_CACHE_REMOTE_FETCHES", "cache_remote_fetches"),
+    ("UMBP_DRAM_READ_LEASE_MS", "dram_read_lease_ms"),
+    ("UMBP_AUTO_FLUSH_EVENT_THRESHOLD", "auto_flush_event_threshold"),
+    ("UMBP_HEARTBEAT_EVENTS_PER_BUNDLE", "heartbeat_events_per_bundle"),
+    ("UMBP_HEARTBEAT_MAX_BUNDLES_PER_RPC", "heartbeat_max_bundles_per_rpc"),
+    ("UMBP_HEARTBEAT_RPC_TIMEOUT_MS", "heartbeat_rpc_timeout_ms"),
+    ("UMBP_METRICS_REPORT_INTERVAL_MS", "metrics_report_interval_ms"),
+    ("UMBP_RPC_SHUTDOWN_TIMEOUT_MS", "rpc_shutdown_timeout_ms"),
 ];
 
 /// Completes a configuration from the environment. What the configuration itself says counts, also for the mode: a master that the
-/// environment names for others is none of ours where the configuration names a server.
+/// environment names for others is none of ours where the configuration names a server, and the other way round.
 pub fn complete(given: Map<String, Value>, variable: &dyn Fn(&str) -> Option<String>) -> Map<String, Value> {
     let mut whole = Map::new();
-    let has_server = given.contains_key("standalone_address");
     for (name, key) in VARIABLES {
         if let Some(text) = variable(name).filter(|text| !text.is_empty()) {
             let number = text.trim().trim_start_matches('+').parse::<u64>().ok().filter(|_| {
@@ -71,9 +81,7 @@ pub fn complete(given: Map<String, Value>, variable: &dyn Fn(&str) -> Option<Str
     if variable("UMBP_SPDK_NVME_PCI").is_some_and(|text| !text.is_empty()) {
         whole.entry("ssd_backend").or_insert_with(|| Value::from("spdk"));
     }
-    if has_server || whole.contains_key("standalone_address") {
-        whole.remove("master_address");
-    }
+    super::distributed::keep_apart(&given, &mut whole);
     whole.extend(given);
     whole
 }

@@ -7,7 +7,7 @@ fn parse_in(json: &str, environment: &[(&str, &str)]) -> Result<Config> {
         let found = environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
         found.or_else(|| (name == "HOME").then(|| "/home/me".to_owned()))
     };
-    Config::parse("umbp", &environment::complete(serde_json::from_str(json).unwrap(), &variable), &variable)
+    Config::parse("umbp", &environment::complete(serde_json::from_str(json).unwrap(), &variable), &variable, 0)
 }
 
 fn parse(json: &str) -> Result<Config> {
@@ -113,7 +113,17 @@ fn bad_values_are_errors_that_name_the_key() {
         (r#"{"role":"boss"}"#, "role"),
         (r#"{"standalone_address":"10.0.0.1:5"}"#, "standalone_address"),
         (r#"{"standalone_auto_start":true}"#, "standalone_auto_start"),
-        (r#"{"master_address":"10.0.0.1:5"}"#, "master_address"),
+        (r#"{"master_address":"10.0.0.1"}"#, "master_address"),
+        (r#"{"master_address":"http://10.0.0.1:5"}"#, "master_address"),
+        (r#"{"master_address":"10.0.0.1:5","standalone_address":"unix:///tmp/x"}"#, "master_address"),
+        (r#"{"master_address":"10.0.0.1:5","role":"leader"}"#, "role"),
+        (r#"{"master_address":"10.0.0.1:5","ssd_enabled":true}"#, "ssd_enabled"),
+        (r#"{"master_address":"10.0.0.1:5","ssd_capacity_bytes":"1GiB"}"#, "ssd_capacity_bytes"),
+        (r#"{"master_address":"10.0.0.1:5","eviction_policy":"prefix_aware_lru"}"#, "eviction_policy"),
+        (r#"{"master_address":"10.0.0.1:5","auto_heartbeat":false}"#, "auto_heartbeat"),
+        (r#"{"master_address":"10.0.0.1:5","peer_service_port":70000}"#, "peer_service_port"),
+        (r#"{"master_address":"10.0.0.1:5","peer_service_port":[]}"#, "peer_service_port"),
+        (r#"{"master_address":"10.0.0.1:5","data_plane":"udp"}"#, "data_plane"),
         (r#"{"ssd_copy_worker_threads":0}"#, "ssd_copy_worker_threads"),
         (r#"{"extra_backend_tag":"a b"}"#, "extra_backend_tag"),
         (r#"{"drams":1}"#, "drams"),
@@ -155,6 +165,9 @@ fn the_schema_agrees_with_the_reader() {
             true,
         ),
         (r#"{"key_handle_slots":0,"grpc_max_message_bytes":"16MiB","ssd_layout_mode":"segmented_log"}"#, true),
+        (r#"{"master_address":"10.0.0.1:5","peer_service_port":[7,8],"io_engine_host":"a","io_engine_port":9}"#, true),
+        (r#"{"master_address":"m:5","data_plane":"tcp","staging_buffer_size":"64MiB","rdma_devices":"mlx5_0"}"#, true),
+        (r#"{"master_address":"m:5","dram_read_lease_ms":0}"#, false),
         (r#"{"ssd_copy_worker_threads":0}"#, false),
         (r#"{"ssd_layout_mode":"tree"}"#, false),
         (r#"{"dram_high_watermark":0}"#, false),
@@ -165,4 +178,45 @@ fn the_schema_agrees_with_the_reader() {
         assert_eq!(validator.is_valid(&serde_json::from_str(json).unwrap()), good, "{json}");
     }
     assert!(validator.is_valid(&serde_json::from_str(CHECK_CONFIG).unwrap()));
+}
+
+#[test]
+fn a_master_makes_a_node_and_the_environment_does_not_mix_the_modes() {
+    let environment = [
+        ("UMBP_STANDALONE_ADDRESS", "unix:///tmp/x"),
+        ("UMBP_ROLE", "leader"),
+        ("UMBP_SSD_DIR", "/a"),
+        ("UMBP_NODE_ID", "n1"),
+        ("UMBP_PEER_SERVICE_PORT", "7000"),
+        ("UMBP_DRAM_READ_LEASE_MS", "9"),
+    ];
+    let config = parse_in(r#"{"master_address":"10.0.0.1:5","node_tags":"a=b,c=d"}"#, &environment).unwrap();
+    assert!(config.standalone.is_none() && config.ssd.is_none());
+    let cluster = config.distributed.unwrap();
+    assert_eq!((cluster.master.as_str(), cluster.node_id.as_str(), cluster.peer_port), ("10.0.0.1:5", "n1", 7000));
+    assert_eq!((cluster.tags, cluster.lease), (vec!["a=b".to_owned(), "c=d".to_owned()], Duration::from_millis(9)));
+    // A server that the configuration names counts before a master of the environment; and one of the environment too.
+    let environment = [("UMBP_MASTER_ADDRESS", "m:5"), ("UMBP_STANDALONE_ADDRESS", "unix:///tmp/x")];
+    for json in ["{}", r#"{"standalone_address":"unix:///tmp/y"}"#] {
+        let config = parse_in(json, &environment).unwrap();
+        assert!(config.standalone.is_some() && config.distributed.is_none());
+    }
+    let config = parse_in("{}", &[("UMBP_MASTER_ADDRESS", "m:5"), ("UMBP_SSD_ENABLED", "1")]).unwrap();
+    assert!(config.distributed.is_some() && config.ssd.is_none());
+    // An empty address is none.
+    let config = parse_in(r#"{"master_address":""}"#, &[("UMBP_MASTER_ADDRESS", "m:5")]).unwrap();
+    assert!(config.distributed.is_none() && config.ssd.is_some());
+}
+
+#[test]
+fn ports_grow_with_the_rank_or_are_listed() {
+    let port = |json: &str, rank| {
+        let map = serde_json::from_str(json).unwrap();
+        Config::parse("umbp", &map, &|_| None, rank).map(|config| config.distributed.unwrap().peer_port)
+    };
+    assert_eq!(port(r#"{"master_address":"m:5","peer_service_port":7000}"#, 3).unwrap(), 7003);
+    assert_eq!(port(r#"{"master_address":"m:5","peer_service_port":"7000, 8000"}"#, 1).unwrap(), 8000);
+    assert_eq!(port(r#"{"master_address":"m:5"}"#, 3).unwrap(), 0);
+    let error = port(r#"{"master_address":"m:5","peer_service_port":[7000]}"#, 1).unwrap_err();
+    assert!(error.message.contains("peer_service_port") && error.message.contains("rank 1"), "{}", error.message);
 }

@@ -182,6 +182,60 @@ pub struct HeartbeatResponse {
     pub request_full_sync: bool,
 }
 
+/// `RoutePutRequest`.
+#[derive(Clone, PartialEq, Message)]
+pub struct RoutePutRequest {
+    /// Field 1.
+    #[prost(string, tag = "1")]
+    pub key: String,
+    /// Field 2.
+    #[prost(string, tag = "2")]
+    pub node_id: String,
+    /// Field 3.
+    #[prost(uint64, tag = "3")]
+    pub block_size: u64,
+    /// Field 4.
+    #[prost(string, repeated, tag = "4")]
+    pub exclude_nodes: Vec<String>,
+}
+
+/// `RouteGetRequest`.
+#[derive(Clone, PartialEq, Message)]
+pub struct RouteGetRequest {
+    /// Field 1.
+    #[prost(string, tag = "1")]
+    pub key: String,
+    /// Field 2.
+    #[prost(string, tag = "2")]
+    pub node_id: String,
+    /// Field 3.
+    #[prost(string, repeated, tag = "3")]
+    pub exclude_nodes: Vec<String>,
+}
+
+/// `RouteGetResponse`.
+#[derive(Clone, PartialEq, Message)]
+pub struct RouteGetResponse {
+    /// Field 1.
+    #[prost(bool, tag = "1")]
+    pub found: bool,
+    /// Field 2.
+    #[prost(string, tag = "2")]
+    pub node_id: String,
+    /// Field 3.
+    #[prost(int32, tag = "3")]
+    pub tier: i32,
+    /// Field 4.
+    #[prost(uint64, tag = "4")]
+    pub size: u64,
+    /// Field 5.
+    #[prost(string, tag = "5")]
+    pub peer_address: String,
+    /// Field 6.
+    #[prost(string, tag = "6")]
+    pub logical_tier: String,
+}
+
 /// `BatchRoutePutRequest`.
 #[derive(Clone, PartialEq, Message)]
 pub struct BatchRoutePutRequest {
@@ -199,7 +253,7 @@ pub struct BatchRoutePutRequest {
     pub exclude_nodes: Vec<String>,
 }
 
-/// `BatchRoutePutEntry`.
+/// `BatchRoutePutEntry`, and `RoutePutResponse`, which has the same fields.
 #[derive(Clone, PartialEq, Message)]
 pub struct BatchRoutePutEntry {
     /// Field 1.

@@ -151,3 +151,147 @@ impl Drop for Official {
         let _ = self.child.wait();
     }
 }
+
+/// A port that is this process's alone among those of tests. It is none that the kernel gives out by itself, so a client that keeps asking at it
+/// while nobody listens does not meet itself there.
+pub struct Port {
+    pub number: u16,
+    _lock: File,
+}
+
+impl Port {
+    pub fn take() -> Port {
+        let start = std::process::id().wrapping_mul(97);
+        for step in 0..12_000u32 {
+            let number = 20_000 + (start.wrapping_add(step) % 12_000) as u16;
+            let path = std::env::temp_dir().join(format!("kvdock-test-port-{number}"));
+            let Ok(lock) = File::options().create(true).append(true).open(path) else { continue };
+            let locked = rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+            if locked.is_ok() && std::net::TcpListener::bind(("127.0.0.1", number)).is_ok() {
+                return Port { number, _lock: lock };
+            }
+        }
+        panic!("there is no free port");
+    }
+}
+
+/// A running master.
+pub struct Master {
+    child: Child,
+    port: Port,
+    metrics: Port,
+    scratch: tempfile::TempDir,
+    variables: Vec<(&'static str, String)>,
+}
+
+impl Master {
+    /// Heartbeats are asked for five times a second, and puts stay where they come in unless `variables` say otherwise.
+    pub fn start(variables: &[(&'static str, &str)]) -> Master {
+        let (scratch, port, metrics) = (tempfile::tempdir().unwrap(), Port::take(), Port::take());
+        let mut all = vec![("UMBP_HEARTBEAT_INTERVAL_DIVISOR", "50".to_owned())];
+        all.extend(variables.iter().map(|(name, value)| (*name, (*value).to_owned())));
+        let child = Master::spawn(scratch.path(), &port, &metrics, &all);
+        let mut master = Master { child, port, metrics, scratch, variables: all };
+        master.wait();
+        master
+    }
+
+    fn spawn(scratch: &Path, port: &Port, metrics: &Port, variables: &[(&'static str, String)]) -> Child {
+        command(&scratch.join("master.log"))
+            .args(["master", &format!("127.0.0.1:{}", port.number), &metrics.number.to_string()])
+            .envs(variables.iter().map(|(name, value)| (*name, value.as_str())))
+            .spawn()
+            .unwrap()
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.scratch.path().join("master.log")).unwrap_or_default()
+    }
+
+    fn wait(&mut self) {
+        let began = Instant::now();
+        while !self.log().contains("[Master] Listening on") {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "the master ended: {ended:?}\n{}", self.log());
+            assert!(began.elapsed() < Duration::from_secs(120), "the master does not start\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port.number)
+    }
+
+    /// Settings of a node: 64 MiB of memory in pages of 4 KiB, bytes over TCP, and what `more` says.
+    pub fn config(&self, more: Value) -> String {
+        let mut config = json!({
+            "master_address": self.address(), "node_address": "127.0.0.1", "dram_capacity_bytes": 64 << 20,
+            "dram_page_size": 4096, "data_plane": "tcp",
+        });
+        for (key, value) in more.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        config.to_string()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Starts it again, with nothing that it knew.
+    pub fn start_again(&mut self) {
+        std::fs::remove_file(self.scratch.path().join("master.log")).unwrap();
+        self.child = Master::spawn(self.scratch.path(), &self.port, &self.metrics, &self.variables);
+        self.wait();
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Stops it where it is.
+    pub fn stand_still(&self) {
+        kvdock_tests::process::stand_still(Pid::from_child(&self.child));
+    }
+
+    /// What its figures say, as text.
+    pub fn metrics(&self) -> String {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", self.metrics.number)).unwrap();
+        write!(stream, "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n").unwrap();
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut stream, &mut text).unwrap();
+        text
+    }
+}
+
+impl Drop for Master {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A server of the published programs that is a node of a master too.
+pub struct TheirNode {
+    pub server: Server,
+    pub port: Port,
+}
+
+impl TheirNode {
+    pub fn start(master: &Master, id: &str) -> TheirNode {
+        let (scratch, port) = (tempfile::tempdir().unwrap(), Port::take());
+        let child = command(&scratch.path().join("server.log"))
+            .args(["standalone", &format!("unix://{}", scratch.path().join("node.grpc.sock").display())])
+            .env("UMBP_DRAM_CAPACITY", (64u64 << 20).to_string())
+            .env("UMBP_DISTRIBUTED_DRAM_PAGE_SIZE", "4096")
+            .env("UMBP_MASTER_ADDRESS", master.address())
+            .env("UMBP_NODE_ID", id)
+            .env("UMBP_PEER_SERVICE_PORT", port.number.to_string())
+            .spawn()
+            .unwrap();
+        let mut server = Server { child, scratch, memory: 0 };
+        server.wait();
+        TheirNode { server, port }
+    }
+}

@@ -1,0 +1,149 @@
+//! Reading objects: here, or where they are.
+
+use std::collections::{BTreeMap, HashSet};
+
+use kvdock_plugin_api::{Call, Error, Result};
+
+use super::cluster::Cluster;
+use super::fetch::Fetched;
+use super::limit::Limit;
+use super::objects::{DATA, each, text};
+use crate::local::spread;
+use crate::object::{Got, Piece, Read};
+
+/// Places that are tried for an object that one of them does not deliver.
+const PLACES: usize = 3;
+
+fn bytes(read: &Read) -> u64 {
+    read.ranges.iter().map(|range| range.piece.len as u64).sum()
+}
+
+impl Cluster {
+    /// # Safety
+    /// As [`crate::object::Objects::get`].
+    pub(super) unsafe fn get_all(&self, reads: &[Read], call: &Call<'_>) -> Result<Vec<Got>> {
+        call.check()?;
+        let (node, limit) = (&self.node, Limit::of(call, DATA));
+        // SAFETY: passed on to the caller.
+        let mut got = unsafe { self.get_here(reads) };
+        let mut open: Vec<usize> = (0..reads.len()).filter(|at| got.get(*at) == Some(&Got::Missing)).collect();
+        let mut silent: HashSet<String> = HashSet::new();
+        for _ in 0..PLACES {
+            if open.is_empty() {
+                break;
+            }
+            let names: Vec<&str> = open.iter().filter_map(|at| reads.get(*at)).map(|read| text(&read.name)).collect();
+            let exclude: Vec<String> =
+                std::iter::once(node.id.clone()).chain(node.foreign()).chain(silent.iter().cloned()).collect();
+            let sources = match node.master.route_get(&names, &exclude, &limit) {
+                Ok(sources) => sources,
+                Err(failed) => {
+                    if limit.left().is_ok() {
+                        node.failed(&failed.text);
+                    } else if !got.contains(&Got::Yes) {
+                        return Err(Error::from(failed));
+                    }
+                    for at in &open {
+                        put_in(&mut got, *at, Got::Failed(failed.text.clone()));
+                    }
+                    break;
+                }
+            };
+            let mut by_node: BTreeMap<(String, String), Vec<usize>> = BTreeMap::new();
+            for (at, source) in open.iter().zip(sources) {
+                if let Some(source) = source.filter(|source| !source.address.is_empty()) {
+                    by_node.entry((source.node, source.address)).or_default().push(*at);
+                }
+            }
+            // SAFETY: passed on to the caller.
+            open = unsafe { self.get_there(reads, by_node, &limit, &mut got, &mut silent) };
+        }
+        if limit.left().is_err() && !got.contains(&Got::Yes) {
+            call.check()?;
+        }
+        Ok(got)
+    }
+
+    unsafe fn get_here(&self, reads: &[Read]) -> Vec<Got> {
+        let pool = &self.node.pool;
+        let pinned: Vec<_> = reads.iter().map(|read| pool.pin(text(&read.name), Some(read.len))).collect();
+        let here = reads.iter().zip(&pinned).filter(|(_, pinned)| pinned.is_ok());
+        let total: u64 = here.map(|(read, _)| bytes(read)).sum();
+        let copies = pool.copies();
+        spread(reads.len(), total, copies.read_threads, copies.worth, |at| {
+            if let (Some(read), Some(Ok(pinned))) = (reads.get(at), pinned.get(at)) {
+                for range in &read.ranges {
+                    // SAFETY: passed on to the caller.
+                    unsafe { pinned.read(range) };
+                }
+            }
+        });
+        self.node.figures.got_here.add(total);
+        pinned.into_iter().map(|pinned| pinned.map_or_else(|why| why, |_| Got::Yes)).collect()
+    }
+
+    /// Gives those that are to be looked for elsewhere.
+    unsafe fn get_there(
+        &self,
+        reads: &[Read],
+        by_node: BTreeMap<(String, String), Vec<usize>>,
+        limit: &Limit<'_>,
+        got: &mut [Got],
+        silent: &mut HashSet<String>,
+    ) -> Vec<usize> {
+        let groups: Vec<((String, String), Vec<usize>)> = by_node.into_iter().collect();
+        let results = each(groups.len(), |at| {
+            let Some(((id, address), numbers)) = groups.get(at) else { return Vec::new() };
+            let part: Vec<&Read> = numbers.iter().filter_map(|number| reads.get(*number)).collect();
+            // SAFETY: passed on to the caller.
+            unsafe { self.fetch_from(id, address, &part, limit) }
+        });
+        let mut again = Vec::new();
+        for (((id, _), numbers), fetched) in groups.iter().zip(results) {
+            let mut fetched = fetched.unwrap_or_default().into_iter();
+            for number in numbers {
+                let (now, elsewhere) = match fetched.next() {
+                    Some(Fetched::Got(Got::Yes)) => {
+                        if let Some(read) = reads.get(*number) {
+                            self.node.figures.got_there.add(bytes(read));
+                            self.keep(read);
+                        }
+                        (Got::Yes, false)
+                    }
+                    // The master has not heard yet that it has gone there; it may be elsewhere.
+                    Some(Fetched::Got(Got::Missing)) => (Got::Missing, true),
+                    Some(Fetched::Got(got)) => (got, false),
+                    Some(Fetched::Node(why)) => (Got::Failed(why), true),
+                    None => (Got::Failed("there was no thread for it".to_owned()), false),
+                };
+                put_in(got, *number, now);
+                if elsewhere {
+                    silent.insert(id.clone());
+                    again.push(*number);
+                }
+            }
+        }
+        again
+    }
+
+    /// A copy here of what came from elsewhere, where there is room to spare.
+    fn keep(&self, read: &Read) {
+        let config = &self.node.config;
+        if !config.cache_fetches || !read.is_whole() || (config.admission > 0 && read.len > config.admission) {
+            return;
+        }
+        let pool = &self.node.pool;
+        let Some(extents) = pool.take_spare(read.len, config.high) else { return };
+        let pieces: Vec<Piece> = read.ranges.iter().map(|range| range.piece).collect();
+        // SAFETY: the extents were taken for this copy alone; the pieces have just been filled, and are the call's until it returns.
+        unsafe { pool.fill(&extents, read.len, &pieces) };
+        let waiting = pool.show(vec![(text(&read.name).to_owned(), read.len, extents)]);
+        self.node.happened(waiting);
+    }
+}
+
+fn put_in(got: &mut [Got], at: usize, value: Got) {
+    if let Some(entry) = got.get_mut(at) {
+        *entry = value;
+    }
+}

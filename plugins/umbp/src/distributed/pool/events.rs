@@ -1,0 +1,175 @@
+//! What the master is to be told: events in bundles with numbers, or everything at once.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::Pool;
+use crate::wire::master::{EventBundle, KvEvent};
+use crate::wire::peer::tier;
+
+/// `KvEvent.Kind`.
+const ADD: i32 = 0;
+const REMOVE: i32 = 1;
+/// Events of a message that tells everything. What does not fit follows as news.
+const WHOLE: usize = 16_384;
+
+/// How much goes into a heartbeat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Events of a bundle.
+    pub events: usize,
+    /// Bundles of a heartbeat.
+    pub bundles: usize,
+}
+
+/// What a heartbeat carries.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Beat {
+    /// It replaces all that the master knows of this node.
+    pub whole: bool,
+    /// Its bundles.
+    pub bundles: Vec<EventBundle>,
+    /// Number of the bundle that comes before them.
+    pub baseline: u64,
+    upto: u64,
+}
+
+/// What has happened and what of it the master has acknowledged.
+#[derive(Debug)]
+pub struct Log {
+    queue: VecDeque<KvEvent>,
+    /// Sent and not acknowledged, each with the number of its last event.
+    bundles: VecDeque<(EventBundle, u64)>,
+    /// Number of the last bundle.
+    seq: u64,
+    /// The master has to be told everything.
+    whole: bool,
+    /// Events so far: that happened, that went into bundles, that were acknowledged.
+    happened: u64,
+    taken: u64,
+    acknowledged: u64,
+    /// Objects that have gone, with the number of that event, as long as it is not acknowledged.
+    leaving: HashMap<Arc<str>, u64>,
+}
+
+impl Default for Log {
+    fn default() -> Log {
+        Log {
+            queue: VecDeque::new(),
+            bundles: VecDeque::new(),
+            seq: 0,
+            whole: true,
+            happened: 0,
+            taken: 0,
+            acknowledged: 0,
+            leaving: HashMap::new(),
+        }
+    }
+}
+
+impl Log {
+    pub fn add(&mut self, name: &Arc<str>, size: u64) {
+        self.happened += 1;
+        self.queue.push_back(event(ADD, name, size));
+        self.leaving.remove(name);
+    }
+
+    pub fn remove(&mut self, name: &Arc<str>) {
+        self.happened += 1;
+        self.queue.push_back(event(REMOVE, name, 0));
+        self.leaving.insert(name.clone(), self.happened);
+    }
+
+    pub fn is_leaving(&self, name: &str) -> bool {
+        self.leaving.contains_key(name)
+    }
+
+    /// Events that were not sent yet.
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn reached(&mut self, upto: u64) {
+        if upto > self.acknowledged {
+            self.acknowledged = upto;
+            self.leaving.retain(|_, number| *number > upto);
+        }
+    }
+}
+
+fn event(kind: i32, name: &Arc<str>, size: u64) -> KvEvent {
+    KvEvent { kind, key: name.to_string(), tier: tier::DRAM, size, logical_tier: String::new() }
+}
+
+impl Pool {
+    /// What the next heartbeat carries.
+    pub fn beat(&self, bounds: Bounds) -> Beat {
+        let mut state = self.state.lock();
+        if state.log.whole {
+            let all = state.all();
+            let log = &mut state.log;
+            log.bundles.clear();
+            log.queue = all.iter().map(|(name, len)| event(ADD, name, *len)).collect();
+            log.taken = log.happened;
+            log.happened += log.queue.len() as u64;
+            let first = log.queue.len().min(WHOLE);
+            let events: Vec<KvEvent> = log.queue.drain(..first).collect();
+            log.taken += first as u64;
+            // Numbers go on: what follows this has the next.
+            let bundles = vec![EventBundle { seq: log.seq, events }];
+            return Beat { whole: true, bundles, baseline: log.seq, upto: log.taken };
+        }
+        let log = &mut state.log;
+        while log.bundles.len() < bounds.bundles && !log.queue.is_empty() {
+            let count = log.queue.len().min(bounds.events.max(1));
+            let events: Vec<KvEvent> = log.queue.drain(..count).collect();
+            log.seq += 1;
+            log.taken += count as u64;
+            log.bundles.push_back((EventBundle { seq: log.seq, events }, log.taken));
+        }
+        let bundles = log.bundles.iter().map(|(bundle, _)| bundle.clone()).collect();
+        let baseline = log.bundles.front().map_or(log.seq, |(bundle, _)| bundle.seq - 1);
+        Beat { whole: false, bundles, baseline, upto: log.taken }
+    }
+
+    /// The master has taken a heartbeat, up to a bundle. Says whether more waits to be sent.
+    pub fn taken(&self, beat: &Beat, seq: u64) -> bool {
+        let mut state = self.state.lock();
+        let log = &mut state.log;
+        if beat.whole {
+            log.whole = false;
+            log.reached(beat.upto);
+        }
+        while log.bundles.front().is_some_and(|(bundle, _)| bundle.seq <= seq) {
+            if let Some((_, upto)) = log.bundles.pop_front() {
+                log.reached(upto);
+            }
+        }
+        let more = !log.queue.is_empty();
+        drop(state);
+        self.acknowledged.notify_all();
+        more
+    }
+
+    /// The master knows nothing of this node, or not the same.
+    pub fn tell_all(&self) {
+        self.state.lock().log.whole = true;
+    }
+
+    /// Events so far.
+    pub fn happened(&self) -> u64 {
+        self.state.lock().log.happened
+    }
+
+    /// Waits until the master has acknowledged so many events; no longer than until `until`. Says whether it has.
+    pub fn wait_acknowledged(&self, events: u64, until: Instant) -> bool {
+        let mut state = self.state.lock();
+        while state.log.acknowledged < events {
+            if self.acknowledged.wait_until(&mut state, until).timed_out() {
+                return state.log.acknowledged >= events;
+            }
+        }
+        true
+    }
+}

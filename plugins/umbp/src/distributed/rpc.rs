@@ -1,0 +1,129 @@
+//! Calls to the master and to other nodes.
+
+use std::time::Duration;
+
+use kvdock_plugin_api::{Error, ErrorKind};
+use tokio::runtime::Handle;
+use tonic::Code;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic_prost::ProstCodec;
+
+use super::limit::{Limit, Stop};
+
+/// Bytes of a message at most.
+pub const MESSAGE: usize = 64 << 20;
+/// How long a connection may take to come about.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// How much longer than this side the other one goes on.
+const LATER: Duration = Duration::from_millis(200);
+
+/// Why a call brought no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failed {
+    /// What the other side says; none when it said nothing.
+    pub code: Option<Code>,
+    /// The call was stopped here.
+    pub stop: Option<Stop>,
+    /// In words, with the address.
+    pub text: String,
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Error {
+        let kind = match failed.stop {
+            Some(Stop::Cancelled) => ErrorKind::Cancelled,
+            Some(Stop::TimedOut) => ErrorKind::TimedOut,
+            None => ErrorKind::Unavailable,
+        };
+        Error::new(kind, failed.text).retryable()
+    }
+}
+
+/// One that is called. The connection is made with the first call, and anew when it breaks.
+#[derive(Debug, Clone)]
+pub struct Rpc {
+    handle: Handle,
+    channel: Channel,
+    /// Who it is, in words.
+    who: String,
+}
+
+impl Rpc {
+    /// Somebody at `host:port`; `what` says who in errors.
+    ///
+    /// # Errors
+    /// When the address is none.
+    pub fn new(handle: &Handle, what: &str, address: &str) -> Result<Rpc, String> {
+        let bad =
+            |error: tonic::transport::Error| format!("{address:?} is no address such as \"10.0.0.1:50051\": {error}");
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(bad)?;
+        let endpoint = endpoint
+            .connect_timeout(CONNECT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(Duration::from_secs(20))
+            .keep_alive_timeout(Duration::from_secs(20));
+        let _inside = handle.enter();
+        Ok(Rpc { handle: handle.clone(), channel: endpoint.connect_lazy(), who: format!("{what} {address}") })
+    }
+
+    /// Who it is.
+    pub fn who(&self) -> &str {
+        &self.who
+    }
+
+    /// Calls a method, such as `/umbp.UMBPMaster/RouteGet`. Not to be called by threads of the runtime.
+    ///
+    /// # Errors
+    /// When there is no answer in time, or it is a refusal.
+    pub fn call<Q, A>(&self, path: &'static str, request: Q, limit: &Limit<'_>) -> Result<A, Failed>
+    where
+        Q: prost::Message + 'static,
+        A: prost::Message + Default + 'static,
+    {
+        let method = path.rsplit('/').next().unwrap_or(path);
+        let stopped = |stop: Stop| {
+            let why = if stop == Stop::Cancelled { "the call was cancelled" } else { "no answer in time" };
+            Failed { code: None, stop: Some(stop), text: format!("{}: {method}: {why}", self.who) }
+        };
+        let left = limit.left().map_err(stopped)?;
+        let answer = async {
+            let mut grpc =
+                Grpc::new(self.channel.clone()).max_decoding_message_size(MESSAGE).max_encoding_message_size(MESSAGE);
+            grpc.ready().await.map_err(|error| tonic::Status::unavailable(chain(&error)))?;
+            let codec: ProstCodec<Q, A> = ProstCodec::default();
+            let mut request = tonic::Request::new(request);
+            // This side's own clock ends the wait.
+            request.set_timeout(left + LATER);
+            grpc.unary(request, PathAndQuery::from_static(path), codec).await
+        };
+        match self.handle.block_on(limit.race(answer)) {
+            Err(stop) => Err(stopped(stop)),
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            // Its own clock, set by this one, was the faster.
+            Ok(Err(status)) if matches!(status.code(), Code::DeadlineExceeded) => Err(stopped(Stop::TimedOut)),
+            Ok(Err(status)) => {
+                let text = format!("{}: {method}: {:?}: {}", self.who, status.code(), describe(&status));
+                Err(Failed { code: Some(status.code()), stop: None, text })
+            }
+        }
+    }
+}
+
+fn describe(status: &tonic::Status) -> String {
+    use std::error::Error as _;
+    let source = status.source().map(|source| format!(": {}", chain(source))).unwrap_or_default();
+    format!("{}{source}", status.message())
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}

@@ -1,0 +1,13 @@
+//! Nodes of a cluster with the real master.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod common;
+mod distributed {
+    mod clears;
+    mod faults;
+    mod master;
+    mod other;
+    mod rdma;
+    mod shares;
+    mod theirs;
+}
