@@ -171,6 +171,7 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
             layers: 1,
             base: memory.as_mut_ptr() as usize,
             bytes: PAGE,
+            pinned: false,
             fd: -1,
             segments: vec![HostPoolSegment { offset: 0, stride: PAGE, len: PAGE }],
             components: vec![],

@@ -125,6 +125,54 @@ pub struct WeightData<'a> {
     pub row_order: Option<&'a [u32]>,
 }
 
+impl WeightData<'_> {
+    /// Bytes of a row, once shape, format, bytes and order have been found to fit together. For implementers of [`Device`].
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn checked_row_bytes(&self) -> Result<usize, KernelError> {
+        let MatrixShape { rows, cols } = self.shape;
+        let format = self.format;
+        let refuse = |reason: String| KernelError::Weight { name: self.name.to_owned(), reason };
+        if rows == 0 || cols == 0 {
+            return Err(refuse(format!("shape {rows} x {cols} is empty")));
+        }
+        let row_bytes = format.row_bytes(cols).ok_or_else(|| {
+            refuse(format!(
+                "{cols} columns are no whole number of {} blocks of {}",
+                format.name(),
+                format.block_elements()
+            ))
+        })?;
+        if row_bytes.checked_mul(rows) != Some(self.bytes.len()) {
+            return Err(refuse(format!(
+                "{} bytes found, but {rows} rows of {row_bytes} bytes ({} x {cols}) expected",
+                self.bytes.len(),
+                format.name()
+            )));
+        }
+        if let Some(order) = self.row_order {
+            check_permutation(order, rows).map_err(refuse)?;
+        }
+        Ok(row_bytes)
+    }
+}
+
+fn check_permutation(order: &[u32], rows: usize) -> Result<(), String> {
+    if order.len() != rows {
+        return Err(format!("row order has {} entries for {rows} rows", order.len()));
+    }
+    let mut seen = vec![false; rows];
+    for (to, from) in order.iter().enumerate() {
+        match seen.get_mut(*from as usize) {
+            Some(s) if !*s => *s = true,
+            Some(_) => return Err(format!("row order names row {from} twice")),
+            None => return Err(format!("row order at {to} names row {from} of {rows}")),
+        }
+    }
+    Ok(())
+}
+
 /// The rows that one sequence has in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct SeqSpan<'a> {
@@ -177,6 +225,16 @@ pub trait Device: Send + Sync {
     /// valid under the same id only.
     fn numerics_id(&self) -> &str;
 
+    /// What kind of device it is, as `engine.device` names it.
+    fn kind(&self) -> &'static str {
+        "cpu"
+    }
+
+    /// Bytes of the device's own memory that are free now, and all of them; `None` for a device that computes in host memory.
+    fn own_memory(&self) -> Option<(u64, u64)> {
+        None
+    }
+
     /// Waits until everything that was called before is done.
     fn synchronize(&self) -> Result<(), KernelError>;
 
@@ -217,6 +275,26 @@ pub trait Device: Send + Sync {
     /// Checks and fixes the rows, positions and pages of a step over `pool`. Rows of the step
     /// are the sequences' rows one after another.
     fn plan(&self, pool: &dyn KvPool, seqs: &[SeqSpan<'_>]) -> Result<Plan, KernelError>;
+
+    /// Whether [`Device::repeat`] keeps work and queues it again.
+    fn repeats(&self) -> bool {
+        false
+    }
+
+    /// Calls `work`, which calls operations of this device with the plan that it is given; that is `plan` or an equal one. A device may keep
+    /// what `work` queues, and queue it again without calling `work` when it is asked with an equal `key` later, for another plan of as many rows
+    /// over the same pool. So a caller gives the same key only for the same operations on the same handles, in which
+    /// nothing but the plan and the contents of buffers has changed. `work` may be called, or not; it calls no operation that takes
+    /// numbers from the host (`write`, `read`, `embed`, `gather_rows`), allocates nothing, and uploads nothing.
+    fn repeat(
+        &self,
+        key: u64,
+        plan: &Plan,
+        work: &mut dyn FnMut(&Plan) -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        let _ = key;
+        work(plan)
+    }
 
     /// `out[r, :] = table[ids[r], :]`, dequantised. `out` is `[ids.len(), table.cols]`.
     fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError>;

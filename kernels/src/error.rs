@@ -75,6 +75,14 @@ pub enum KernelError {
         /// What the system said.
         reason: String,
     },
+    /// The device, its driver or its compiler failed.
+    #[error("{op}: {reason}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// What it said.
+        reason: String,
+    },
     /// A worker of the device failed while running the operation.
     #[error("{op}: a worker of the device failed: {reason}")]
     Worker {

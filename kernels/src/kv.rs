@@ -64,6 +64,43 @@ impl KvSpec {
         self.layers * self.kv_heads * self.page_tokens * self.head_dim_v * self.dtype.bytes()
     }
 
+    /// Checks the geometry; gives the bytes of all keys and of all values. For implementers of [`crate::Device`].
+    ///
+    /// # Errors
+    /// A size of zero, pages that are too many or too long, memory that can't be addressed.
+    pub fn checked_bytes(&self) -> Result<(usize, usize), KernelError> {
+        let refuse = |what, reason: String| Err(KernelError::Parameter { what, reason });
+        if !(1..=256).contains(&self.page_tokens) {
+            return refuse("page_tokens", format!("{} is not within 1 to 256", self.page_tokens));
+        }
+        for (what, n) in [
+            ("layers", self.layers),
+            ("kv_heads", self.kv_heads),
+            ("head_dim_k", self.head_dim_k),
+            ("head_dim_v", self.head_dim_v),
+            ("pages", self.pages),
+        ] {
+            if n == 0 {
+                return refuse(what, "must be at least 1".into());
+            }
+        }
+        if u32::try_from(self.pages).is_err() {
+            return refuse("pages", format!("{} is more than 32 bits can number", self.pages));
+        }
+        let bytes = |dim: usize| {
+            [self.layers, self.pages, self.kv_heads, self.page_tokens, dim]
+                .iter()
+                .try_fold(self.dtype.bytes(), |a, b| a.checked_mul(*b))
+                .filter(|n| isize::try_from(*n).is_ok())
+                .ok_or_else(|| KernelError::Memory {
+                    what: "a KV pool",
+                    bytes: usize::MAX,
+                    reason: format!("the size of {self:?} overflows"),
+                })
+        };
+        Ok((bytes(self.head_dim_k)?, bytes(self.head_dim_v)?))
+    }
+
     /// Bytes of one page: keys and values of all layers.
     pub const fn page_bytes(&self) -> usize {
         self.page_k_bytes() + self.page_v_bytes()
@@ -110,6 +147,16 @@ pub trait KvPool: Send + Sync {
     /// For the device that made the pool.
     fn as_any(&self) -> &dyn Any;
 
+    /// Makes host memory that pages are copied to and from known to the device, which then reads and writes it by itself; false where
+    /// a device has no use for that. Copies to and from other memory work as well, only slower.
+    ///
+    /// # Safety
+    /// The range stays mapped as long as the pool lives.
+    unsafe fn pin_host(&self, at: *mut u8, bytes: usize) -> Result<bool, KernelError> {
+        let _ = (at, bytes);
+        Ok(false)
+    }
+
     /// Copies one layer of a page to host memory.
     ///
     /// # Safety
@@ -152,6 +199,32 @@ pub trait KvPool: Send + Sync {
         for layer in 0..self.spec().layers {
             // SAFETY: the caller promises for all layers what the copy of one layer asks for.
             unsafe { self.copy_layer_in(page, layer, src)? };
+        }
+        Ok(())
+    }
+
+    /// Copies all layers of pages to host memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_layer_out`], for all layers of all pages, which are all different.
+    unsafe fn copy_pages_out(&self, pages: &[(u32, HostPage)]) -> Result<(), KernelError> {
+        for (page, dst) in pages {
+            // SAFETY: the caller promises for all pages what the copy of one asks for.
+            unsafe { self.copy_page_out(*page, dst)? };
+        }
+        Ok(())
+    }
+
+    /// Copies all layers of pages from host memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_layer_in`], for all layers of all pages, whose device pages are all different.
+    unsafe fn copy_pages_in(&self, pages: &[(u32, HostPage)]) -> Result<(), KernelError> {
+        for (page, src) in pages {
+            // SAFETY: the caller promises for all pages what the copy of one asks for.
+            unsafe { self.copy_page_in(*page, src)? };
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 //!
 //! A model holds weights, work buffers and a KV pool that a device gave it, and calls the
 //! device's operations on them in the order of its layers. It never looks inside a buffer.
-//! [`cpu::CpuDevice`] is the device that is always there.
+//! [`cpu::CpuDevice`] is the device that is always there; GPUs have crates of their own.
 //!
 //! # The law of bits
 //!
@@ -23,6 +23,7 @@ mod pages;
 mod rope;
 pub mod rowmath;
 
+pub use cpu::plan::{StepPlan, StepSpan};
 pub use device::{AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};

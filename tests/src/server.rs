@@ -70,7 +70,9 @@ impl Launch {
         let set = |command: &mut Command, key: &str, value: &str| {
             command.args(["--set", &format!("{key}={value}")]);
         };
-        set(&mut command, "model.path", &quoted(&paths::model()));
+        if !self.set.contains_key("model.path") {
+            set(&mut command, "model.path", &quoted(&paths::model()));
+        }
         set(&mut command, "server.port", "0");
         if let Some(folder) = &self.storage {
             let plugins = paths::file_plugin();

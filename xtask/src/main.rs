@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod cuda;
+mod gpu;
 mod model;
 mod mooncake;
 mod paths;
@@ -44,6 +45,10 @@ enum Command {
     TinyModels(tiny_models::Options),
     /// Compile every CUDA kernel for the served architectures, without a GPU, and print what each takes.
     CudaCompile(cuda::Options),
+    /// Check kernels, models and stored pages on this machine's NVIDIA GPU, and print a table of timings.
+    GpuCheck(gpu::CheckOptions),
+    /// Make a folder with the same checks for a machine without Rust.
+    GpuBundle(gpu::BundleOptions),
     /// Measure kvdock beside its peers and the machine's limits, in one run.
     Bench(bench::Options),
 }
@@ -57,6 +62,8 @@ fn main() -> ExitCode {
         Command::Mooncake(action) => mooncake::act(&action),
         Command::TinyModels(options) => tiny_models::write(&options),
         Command::CudaCompile(options) => cuda::run(&options),
+        Command::GpuCheck(options) => gpu::check(&options),
+        Command::GpuBundle(options) => gpu::bundle(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match outcome {

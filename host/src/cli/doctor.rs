@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use kvdock_cuda::{Probe, Search};
 use kvdock_kernels::cpu::Isa;
 
 use super::machine::{self, size};
@@ -42,7 +43,11 @@ fn report(config: &Config) -> (String, Vec<String>) {
             None => "none".to_owned(),
         },
     );
-    row("cuda", "this build has no CUDA device".to_owned());
+    let probe = Probe::new(&Search::usual());
+    for (name, value) in probe.rows() {
+        row(name, value);
+    }
+    row("pinned memory", pinned_memory(&probe));
     row(
         "memory",
         match machine::memory() {
@@ -97,6 +102,19 @@ fn report(config: &Config) -> (String, Vec<String>) {
     (text, missing)
 }
 
+/// How much host memory can be pinned for a GPU, in words.
+fn pinned_memory(probe: &Probe) -> String {
+    let limit = match machine::memlock() {
+        None => "RLIMIT_MEMLOCK sets no limit".to_owned(),
+        Some(limit) => format!("RLIMIT_MEMLOCK is {}, and drivers may go by it", size(limit)),
+    };
+    match (&probe.driver, machine::memory()) {
+        (Err(_), _) => format!("none without the NVIDIA driver; {limit}"),
+        (Ok(_), Some(memory)) => format!("{limit}; {} of memory are available", size(memory.available)),
+        (Ok(_), None) => limit,
+    }
+}
+
 fn cpu() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info
@@ -132,6 +150,8 @@ mod tests {
         for word in ["cpu kernels", "memory", "memfd", "io_uring", "locked memory", "huge pages", "disk", "plugin"] {
             assert!(text.contains(word), "{word}: {text}");
         }
-        assert!(text.contains("this build has no CUDA device"));
+        for word in ["cuda ", "cuda driver", "cuda compiler", "cublas", "pinned memory"] {
+            assert!(text.lines().any(|line| line.starts_with(word)), "{word}: {text}");
+        }
     }
 }

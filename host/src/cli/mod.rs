@@ -5,6 +5,7 @@
 
 mod check;
 mod config;
+mod device;
 mod doctor;
 mod interrupt;
 mod machine;

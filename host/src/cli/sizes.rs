@@ -31,6 +31,8 @@ pub(super) struct Wanted {
     pub context: u64,
     /// Memory of the machine, measured after the weights were loaded.
     pub memory: Option<Memory>,
+    /// Memory of the device alone, free and in all, measured after the weights were loaded; `None` where it computes in the machine's.
+    pub own_memory: Option<(u64, u64)>,
 }
 
 /// Works out the sizes. Tokens are rounded down to whole pages.
@@ -52,7 +54,12 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
     let device_tokens = match wanted.device_tokens {
         Amount::Fixed(tokens) => u64::from(tokens),
         Amount::Auto => {
-            (wanted.context.saturating_mul(AUTO_CONTEXTS)).max(LEAST_AUTO_TOKENS).min(affordable(4)).max(page)
+            let most = match wanted.own_memory {
+                // This memory is taken at once. A fifth of it stays for what a step needs.
+                Some((free, _)) => free / 5 * 4 / wanted.page_bytes.max(1) * page,
+                None => affordable(4),
+            };
+            (wanted.context.saturating_mul(AUTO_CONTEXTS)).max(LEAST_AUTO_TOKENS).min(most).max(page)
         }
     };
     if device_tokens < page {
@@ -80,18 +87,34 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
 }
 
 fn check_memory(wanted: &Wanted, sizes: PoolSizes) -> Result<(), String> {
+    let tokens = |pages: u32| u64::from(pages) * u64::from(wanted.page_size);
+    let token_bytes = wanted.page_bytes / u64::from(wanted.page_size.max(1));
+    let mut pages = u64::from(sizes.host_pages);
+    match wanted.own_memory {
+        Some((free, _)) => {
+            let bytes = u64::from(sizes.device_pages).saturating_mul(wanted.page_bytes);
+            if bytes > free {
+                return Err(format!(
+                    "cache.device_tokens = {} needs {} of the GPU's memory at {token_bytes} bytes a token, more than the {} that \
+                     are free; make it smaller, or leave it out",
+                    tokens(sizes.device_pages),
+                    super::machine::size(bytes),
+                    super::machine::size(free),
+                ));
+            }
+        }
+        None => pages += u64::from(sizes.device_pages),
+    }
     let Some(memory) = wanted.memory else { return Ok(()) };
-    let pages = u64::from(sizes.device_pages) + u64::from(sizes.host_pages);
     let bytes = pages.saturating_mul(wanted.page_bytes);
     if bytes <= memory.total {
         return Ok(());
     }
-    let token_bytes = wanted.page_bytes / u64::from(wanted.page_size.max(1));
     Err(format!(
         "cache.device_tokens = {} and cache.host_tokens = {} need {} of memory at {token_bytes} bytes a token, \
          more than the {} of this machine; make them smaller, or leave them out",
-        u64::from(sizes.device_pages) * u64::from(wanted.page_size),
-        u64::from(sizes.host_pages) * u64::from(wanted.page_size),
+        tokens(sizes.device_pages),
+        tokens(sizes.host_pages),
         super::machine::size(bytes),
         super::machine::size(memory.total),
     ))
@@ -111,7 +134,26 @@ mod tests {
             page_bytes: 16 * 23_040,
             context: 8192,
             memory: Some(Memory { total: 16 * GIB, available: 12 * GIB }),
+            own_memory: None,
         }
+    }
+
+    #[test]
+    fn a_device_with_memory_of_its_own_is_sized_by_that() {
+        let mut on_gpu = wanted(Amount::Auto, Some(Amount::Auto));
+        on_gpu.own_memory = Some((GIB / 4, GIB));
+        let sizes = pools(&on_gpu).unwrap();
+        let bytes = u64::from(sizes.device_pages) * on_gpu.page_bytes;
+        assert!(bytes <= GIB / 5 && bytes > GIB / 6, "{sizes:?}");
+        // The machine's memory is the host pool's alone.
+        on_gpu.memory = Some(Memory { total: GIB, available: GIB / 2 });
+        on_gpu.own_memory = Some((100 * GIB, 100 * GIB));
+        on_gpu.device_tokens = Amount::Fixed(1_000_000);
+        let sizes = pools(&on_gpu).unwrap();
+        assert!(u64::from(sizes.host_pages) * on_gpu.page_bytes <= GIB / 4, "{sizes:?}");
+        on_gpu.own_memory = Some((GIB, 100 * GIB));
+        let error = pools(&on_gpu).unwrap_err();
+        assert!(error.contains("cache.device_tokens = 1000000 needs 21.46 GiB of the GPU's memory"), "{error}");
     }
 
     #[test]

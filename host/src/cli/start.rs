@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype, KvSpec};
 use kvdock_models::{KvGeometry, LoadOptions, LoadedModel};
 use serde_json::{Value, json};
 
+use super::device;
 use super::machine;
 use super::progress::Progress;
 use super::sink::CacheSink;
@@ -36,12 +36,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let Some(path) = &config.model.path else {
         return Err("model.path is not set; name a GGUF file or a Hugging Face folder: --set model.path=FILE".into());
     };
-    let threads = match config.engine.threads {
-        Amount::Fixed(threads) => threads as usize,
-        Amount::Auto => machine::cpus(),
-    };
-    let device = CpuDevice::new(threads).map_err(|error| format!("engine.threads = {threads}: {error}"))?;
-    let device: Arc<dyn Device> = Arc::new(device);
+    let device = device::choose(&config.engine)?;
     let model = load_model(path, &device)?;
     let spec = model.spec().clone();
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
@@ -57,6 +52,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         page_bytes: shape(1).page_bytes() as u64,
         context: spec.context_length as u64,
         memory: machine::memory(),
+        own_memory: device.own_memory(),
     })?;
     let pool_shape: KvSpec = shape(sizes.device_pages as usize);
     let pool = device.alloc_kv_pool(pool_shape).map_err(|error| format!("cache.device_tokens: {error}"))?;
@@ -119,7 +115,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         model_name: name,
         model_path: path.display().to_string(),
         storage: admin,
-        settings: settings(config),
+        settings: settings(config, device.kind()),
         page_size,
         device_tokens: tokens(sizes.device_pages),
         host_tokens: tokens(sizes.host_pages),
@@ -195,7 +191,7 @@ fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result
 
 /// The configuration as `/get_server_info` shows it: without keys, and without the backends'
 /// tables, which may hold secrets.
-fn settings(config: &Config) -> Value {
+fn settings(config: &Config, device: &str) -> Value {
     let amount = |amount: Amount| match amount {
         Amount::Auto => json!("auto"),
         Amount::Fixed(count) => json!(count),
@@ -203,7 +199,7 @@ fn settings(config: &Config) -> Value {
     json!({
         "host": config.server.host,
         "port": config.server.port,
-        "device": "cpu",
+        "device": device,
         "threads": amount(config.engine.threads),
         "chunked_prefill_size": config.engine.prefill_chunk,
         "max_queued_requests": config.engine.max_queued_requests,

@@ -57,7 +57,14 @@ pub(crate) const KEYS: &[Key] = &[
         "engine.device",
         Kind::Choice(&["cpu", "cuda", "auto"]),
         "\"cpu\"",
-        "Where the model runs; `auto` takes a GPU if this build and this machine have one.",
+        "Where the model runs; `auto` takes a GPU where `kvdock doctor` finds all that it needs, else the CPU.",
+    ),
+    key("engine.cuda_device", Kind::Int(0, 1023), "0", "Number of the GPU, as the NVIDIA driver counts them."),
+    key(
+        "engine.cuda_arithmetic",
+        Kind::Choice(&["reproducible", "fast"]),
+        "\"reproducible\"",
+        "On a GPU, `reproducible` gives the same bits however tokens are cut into chunks and batches; `fast` takes other kernels for few rows, which add in another order. Stored pages of one are not found by the other.",
     ),
     key(
         "engine.threads",

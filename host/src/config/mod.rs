@@ -22,8 +22,8 @@ pub use load::{Loaded, Sources, load};
 pub use reference::reference;
 pub use served::check_served;
 pub use settings::{
-    Amount, CacheConfig, CacheMode, Config, DeviceChoice, EngineConfig, LogFormat, ModelConfig, Secret, ServerConfig,
-    StorageConfig, TelemetryConfig,
+    Amount, CacheConfig, CacheMode, Config, CudaArithmetic, DeviceChoice, EngineConfig, LogFormat, ModelConfig, Secret,
+    ServerConfig, StorageConfig, TelemetryConfig,
 };
 pub use storage::{BackendTable, KeyScheme, host_keys_in};
 pub(crate) use value::nearest;

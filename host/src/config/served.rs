@@ -1,6 +1,6 @@
 //! What the configuration may ask for and this build does not serve.
 
-use super::settings::{CacheMode, Config, DeviceChoice};
+use super::settings::{CacheMode, Config};
 
 /// Refuses, in plain words, what can be configured but is not served by this build.
 ///
@@ -9,9 +9,6 @@ use super::settings::{CacheMode, Config, DeviceChoice};
 pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
     let mut refused = Vec::new();
     let mut refuse = |line: String| refused.push(line);
-    if config.engine.device == DeviceChoice::Cuda {
-        refuse("engine.device = \"cuda\": this build has no CUDA device; set \"cpu\" or \"auto\"".into());
-    }
     let ranks = [
         ("tp_size", config.engine.tp_size, "tensor parallelism"),
         ("cp_size", config.engine.cp_size, "context parallelism"),

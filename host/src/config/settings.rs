@@ -80,6 +80,10 @@ pub struct ModelConfig {
 pub struct EngineConfig {
     /// Where the model runs.
     pub device: DeviceChoice,
+    /// Number of the GPU.
+    pub cuda_device: u32,
+    /// What may be given up for speed on a GPU.
+    pub cuda_arithmetic: CudaArithmetic,
     /// Compute threads.
     pub threads: Amount,
     /// Most prompt tokens in one step.
@@ -108,6 +112,16 @@ pub enum DeviceChoice {
     Cuda,
     /// A GPU where there is one, else the CPU.
     Auto,
+}
+
+/// `engine.cuda_arithmetic`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CudaArithmetic {
+    /// Nothing.
+    Reproducible,
+    /// The same bits under other chunks and batches.
+    Fast,
 }
 
 /// `cache.*`

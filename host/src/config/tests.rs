@@ -242,7 +242,6 @@ fn more_backends_than_the_cache_can_tell_apart_were_taken() {
 #[test]
 fn what_is_not_served_is_refused_in_words() {
     for (set, word) in [
-        ("engine.device=cuda", "no CUDA device"),
         ("engine.tp_size=2", "tensor parallelism"),
         ("engine.cp_size=2", "context parallelism"),
         ("engine.pp_size=2", "pipeline parallelism"),
@@ -253,7 +252,9 @@ fn what_is_not_served_is_refused_in_words() {
         assert_eq!(refused.len(), 1, "{refused:?}");
         assert!(refused[0].contains(word), "{refused:?}");
     }
-    for set in ["engine.device=auto", "storage.break_even=auto", "storage.backends=[\"a\", \"b\"]"] {
+    for set in
+        ["engine.device=auto", "engine.device=cuda", "storage.break_even=auto", "storage.backends=[\"a\", \"b\"]"]
+    {
         assert!(check_served(&with_set(&[set]).unwrap()).is_ok(), "{set}");
     }
 }

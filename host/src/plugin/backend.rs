@@ -358,6 +358,8 @@ pub struct HostPoolDescription {
     pub base: usize,
     /// Bytes of the mapping.
     pub bytes: u64,
+    /// Whether it is pinned for a CUDA GPU.
+    pub pinned: bool,
     /// Descriptor of the memfd behind it, valid until the process ends.
     pub fd: i32,
     /// The pieces of a page: byte offset of page 0 in the mapping, bytes from page to page, bytes. The seal is the last one.

@@ -173,6 +173,7 @@ fn pool() -> HostPoolDescription {
         layers: 1,
         base: memory.as_mut_ptr() as usize,
         bytes: 64 * 64,
+        pinned: false,
         fd: -1,
         segments: vec![HostPoolSegment { offset: 0, stride: 64, len: 64 }],
         components: vec![],

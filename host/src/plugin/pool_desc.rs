@@ -31,7 +31,7 @@ impl OwnedPoolDesc {
         let regions = vec![Region {
             base: pool.base as *mut c_void,
             len: pool.bytes,
-            memory_kind: MemoryKind::Host.raw(),
+            memory_kind: if pool.pinned { MemoryKind::CudaPinned } else { MemoryKind::Host }.raw(),
             fd: pool.fd,
             fd_offset: 0,
             device_uuid: [0; 16],
@@ -122,6 +122,7 @@ mod tests {
             layers: 1,
             base: 4096,
             bytes: 1024,
+            pinned: false,
             fd: -1,
             segments: vec![piece(0, 64), piece(256, 64), piece(512, 32)],
             components: Vec::new(),
@@ -132,6 +133,11 @@ mod tests {
             (raw.segment_count, raw.page_bytes, raw.seal_segment)
         };
         assert_eq!(of(&sealed), (3, 160, 2));
+        let kind = |pinned| {
+            let desc = OwnedPoolDesc::anchor(&HostPoolDescription { pinned, ..pool.clone() }, true);
+            desc.regions[0].memory_kind
+        };
+        assert_eq!((kind(false), kind(true)), (MemoryKind::Host.raw(), MemoryKind::CudaPinned.raw()));
         assert_eq!(of(&plain), (2, 128, NONE));
     }
 }

@@ -91,7 +91,10 @@ fn starts_that_can_not_work_say_why_in_a_line() {
         (&[], "model.path is not set"),
         (&["--set", "model.path=/no/such/model"], "/no/such/model"),
         (&["--set", &model, "--set", "server.prot=1"], "did you mean server.port?"),
-        (&["--set", &model, "--set", "engine.device=cuda"], "no CUDA device"),
+        (
+            &["--set", &model, "--set", "server.port=0", "--set", "engine.device=cuda"],
+            "engine.device = \"cuda\": CUDA: ",
+        ),
         (&["--set", &model, "--set", "engine.tp_size=2"], "one rank"),
         (&["--set", &model, "--set", "cache.mode=linker"], "cache.mode = \"linker\""),
         (&["--set", &model, "--set", "server.port=0", "--set", "cache.device_tokens=8"], "cache.device_tokens = 8"),
@@ -120,6 +123,15 @@ fn a_storage_that_is_not_required_does_not_stop_the_start() {
     server.post("/v1/completions", &completion(json!("x"), json!({}))).ok();
     server.signal(libc::SIGTERM);
     assert_eq!(server.wait().code(), Some(0));
+}
+
+#[test]
+fn without_a_gpu_the_cpu_serves() {
+    let server = Server::with(&["engine.device=auto"]);
+    let line = server.before.lines().find(|line| line.contains("no CUDA: ")).unwrap_or_default();
+    assert!(line.contains("the model runs on the CPU"), "{}", server.before);
+    assert!(server.get("/server_info").text.contains("\"device\":\"cpu\""));
+    server.post("/v1/completions", &completion(json!("x"), json!({}))).ok();
 }
 
 #[test]
@@ -157,7 +169,7 @@ fn config_commands() {
 fn doctor_and_plugin_list_report() {
     let (status, stdout, stderr) = run(&["doctor"]);
     assert!(status.success(), "{stderr}");
-    assert!(stdout.contains("cpu kernels") && stdout.contains("this build has no CUDA device"), "{stdout}");
+    assert!(stdout.contains("cpu kernels") && stdout.contains("no CUDA: "), "{stdout}");
     let folder = tempfile::tempdir().unwrap();
     let path = format!("storage.plugin_path={}", path_text(folder.path()));
     assert!(run(&["plugin", "list", "--set", &path]).0.success());

@@ -15,6 +15,8 @@ pub struct Server {
     child: Child,
     pub address: String,
     log: Mutex<mpsc::Receiver<String>>,
+    /// The lines of the log before the last one that was waited for.
+    pub before: String,
     _model: tempfile::TempDir,
 }
 
@@ -68,6 +70,8 @@ pub fn kvdock(args: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
+    // No test depends on a GPU of the machine.
+    command.env("CUDA_VISIBLE_DEVICES", "");
     command.args(args);
     command
 }
@@ -118,7 +122,8 @@ impl Server {
                 }
             }
         });
-        let mut server = Self { child, address: String::new(), log: Mutex::new(log), _model: model };
+        let mut server =
+            Self { child, address: String::new(), log: Mutex::new(log), before: String::new(), _model: model };
         let line = server.wait_for_line("listening on http://");
         server.address = line.trim_start_matches("listening on http://").to_owned();
         server
@@ -131,6 +136,7 @@ impl Server {
         let log = self.log.get_mut().unwrap();
         while let Ok(line) = log.recv_timeout(end.saturating_duration_since(Instant::now())) {
             if line.contains(text) {
+                self.before = seen;
                 return line;
             }
             seen.push_str(&line);

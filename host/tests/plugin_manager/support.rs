@@ -51,6 +51,7 @@ impl Sink {
                 layers: 1,
                 base: base as usize,
                 bytes: bytes as u64,
+                pinned: false,
                 fd: raw,
                 segments: vec![segment(0, PAGE), segment(PAGES * PAGE, SEAL)],
                 components: vec![],

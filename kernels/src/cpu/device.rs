@@ -11,7 +11,7 @@ use super::linear::{self, Product};
 use super::memory::FloatArray;
 use super::norm::RmsNorm;
 use super::packed::PackedWeight;
-use super::plan::CpuPlan;
+use super::plan::StepPlan;
 use super::rope_table::RopeTable;
 use super::simd::{Isa, Machine};
 use super::threads::ThreadPool;
@@ -97,7 +97,7 @@ impl CpuDevice {
         weight.downcast_ref().ok_or_else(|| self.foreign(op, "weight"))
     }
 
-    fn plan_of<'a>(&self, op: &'static str, plan: &'a Plan) -> Result<&'a CpuPlan, KernelError> {
+    fn plan_of<'a>(&self, op: &'static str, plan: &'a Plan) -> Result<&'a StepPlan, KernelError> {
         plan.downcast_ref().ok_or_else(|| self.foreign(op, "plan"))
     }
 
@@ -112,7 +112,7 @@ impl CpuDevice {
         pool: &'a dyn KvPool,
         layer: usize,
         plan: &'a Plan,
-    ) -> Result<(&'a CpuKvPool, &'a CpuPlan), KernelError> {
+    ) -> Result<(&'a CpuKvPool, &'a StepPlan), KernelError> {
         let (pool, plan) = (self.pool(op, pool)?, self.plan_of(op, plan)?);
         if plan.spec != *pool.spec() {
             let (expected, found) = (format!("{:?}", pool.spec()), format!("{:?}", plan.spec));
@@ -246,7 +246,7 @@ impl Device for CpuDevice {
     }
 
     fn plan(&self, pool: &dyn KvPool, seqs: &[SeqSpan<'_>]) -> Result<Plan, KernelError> {
-        let plan = CpuPlan::new(self.pool("plan", pool)?.spec(), seqs)?;
+        let plan = StepPlan::new(self.pool("plan", pool)?.spec(), seqs)?;
         Ok(Plan::from_parts(plan.positions.len(), Box::new(plan)))
     }
 

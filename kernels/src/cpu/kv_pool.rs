@@ -82,39 +82,11 @@ pub(super) struct CpuKvPool {
 
 impl CpuKvPool {
     pub(super) fn new(spec: KvSpec) -> Result<Self, KernelError> {
-        let refuse = |what, reason: String| Err(KernelError::Parameter { what, reason });
-        if !(1..=256).contains(&spec.page_tokens) {
-            return refuse("page_tokens", format!("{} is not within 1 to 256", spec.page_tokens));
-        }
-        for (what, n) in [
-            ("layers", spec.layers),
-            ("kv_heads", spec.kv_heads),
-            ("head_dim_k", spec.head_dim_k),
-            ("head_dim_v", spec.head_dim_v),
-            ("pages", spec.pages),
-        ] {
-            if n == 0 {
-                return refuse(what, "must be at least 1".into());
-            }
-        }
-        if u32::try_from(spec.pages).is_err() {
-            return refuse("pages", format!("{} is more than 32 bits can number", spec.pages));
-        }
-        let bytes = |dim: usize| {
-            [spec.layers, spec.pages, spec.kv_heads, spec.page_tokens, dim]
-                .iter()
-                .try_fold(spec.dtype.bytes(), |a, b| a.checked_mul(*b))
-                .filter(|n| isize::try_from(*n).is_ok())
-                .ok_or_else(|| KernelError::Memory {
-                    what: "a KV pool",
-                    bytes: usize::MAX,
-                    reason: format!("the size of {spec:?} overflows"),
-                })
-        };
+        let (key_bytes, value_bytes) = spec.checked_bytes()?;
         Ok(Self {
             spec,
-            keys: Region::zeroed(bytes(spec.head_dim_k)?, "the keys of a KV pool")?,
-            values: Region::zeroed(bytes(spec.head_dim_v)?, "the values of a KV pool")?,
+            keys: Region::zeroed(key_bytes, "the keys of a KV pool")?,
+            values: Region::zeroed(value_bytes, "the values of a KV pool")?,
             in_use: RwLock::new(()),
         })
     }

@@ -17,7 +17,7 @@ mod math;
 mod memory;
 mod norm;
 mod packed;
-mod plan;
+pub(crate) mod plan;
 mod rope_table;
 mod simd;
 mod threads;

@@ -6,26 +6,33 @@ use crate::device::SeqSpan;
 use crate::error::KernelError;
 use crate::kv::KvSpec;
 
-/// One sequence of a step.
-pub(super) struct Span {
+/// One sequence of a [`StepPlan`].
+#[derive(Clone)]
+pub struct StepSpan {
     /// Its rows within the step.
-    pub(super) rows: Range<usize>,
+    pub rows: Range<usize>,
     /// Position of its first row.
-    pub(super) start: usize,
+    pub start: usize,
     /// Its page table, as far as it is needed.
-    pub(super) pages: Vec<u32>,
+    pub pages: Vec<u32>,
 }
 
-/// A checked step.
-pub(super) struct CpuPlan {
-    pub(super) spec: KvSpec,
-    pub(super) spans: Vec<Span>,
+/// A checked step. For implementers of [`crate::Device`].
+pub struct StepPlan {
+    /// The pool's geometry.
+    pub spec: KvSpec,
+    /// The sequences.
+    pub spans: Vec<StepSpan>,
     /// Position of each row.
-    pub(super) positions: Vec<u32>,
+    pub positions: Vec<u32>,
 }
 
-impl CpuPlan {
-    pub(super) fn new(spec: &KvSpec, seqs: &[SeqSpan<'_>]) -> Result<Self, KernelError> {
+impl StepPlan {
+    /// Checks that pages and positions of a step fit together.
+    ///
+    /// # Errors
+    /// What is wrong with which sequence.
+    pub fn new(spec: &KvSpec, seqs: &[SeqSpan<'_>]) -> Result<Self, KernelError> {
         let refuse = |index: usize, reason: String| {
             let reason = format!("sequence {index} of the step: {reason}");
             Err(KernelError::Page { op: "plan", reason })
@@ -59,7 +66,7 @@ impl CpuPlan {
             written.extend(pages[start / spec.page_tokens..].iter().map(|p| (*p, index)));
             let first = positions.len();
             positions.extend(seq.start..end);
-            spans.push(Span { rows: first..positions.len(), start, pages: pages.to_vec() });
+            spans.push(StepSpan { rows: first..positions.len(), start, pages: pages.to_vec() });
         }
         // Two writers of one page would overwrite each other's tokens.
         written.sort_unstable();
@@ -79,13 +86,13 @@ mod tests {
         KvSpec { layers: 1, kv_heads: 1, head_dim_k: 4, head_dim_v: 4, page_tokens: 4, pages: 8, dtype: KvDtype::F16 };
 
     fn refused(seqs: &[SeqSpan<'_>]) -> String {
-        CpuPlan::new(&SPEC, seqs).err().unwrap().to_string()
+        StepPlan::new(&SPEC, seqs).err().unwrap().to_string()
     }
 
     #[test]
     fn rows_follow_sequences() {
         let seqs = [SeqSpan { start: 3, len: 2, pages: &[5, 1, 7] }, SeqSpan { start: 0, len: 1, pages: &[2] }];
-        let plan = CpuPlan::new(&SPEC, &seqs).unwrap();
+        let plan = StepPlan::new(&SPEC, &seqs).unwrap();
         assert_eq!(plan.positions, [3, 4, 0]);
         assert_eq!(plan.spans[0].pages, [5, 1]);
         assert_eq!(plan.spans[1].rows, 2..3);
@@ -102,7 +109,7 @@ mod tests {
         assert!(refused(&[seq(0, 5, &[3, 3])]).contains("page 3 is written more than once"));
         // Shared pages that are only read are fine; the written one is not.
         let ok = [seq(4, 1, &[0, 1]), seq(4, 1, &[0, 2])];
-        assert!(CpuPlan::new(&SPEC, &ok).is_ok());
+        assert!(StepPlan::new(&SPEC, &ok).is_ok());
         let e = refused(&[seq(4, 1, &[0, 1]), seq(4, 1, &[0, 1])]);
         assert!(e.contains("page 1 is written"), "{e}");
     }

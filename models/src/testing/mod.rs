@@ -4,6 +4,7 @@
 //! is shipped: [`TinyModel`] writes them where a test wants them. Their tokenizer has a token for each byte and no
 //! other, so any text is as many tokens as it has bytes.
 
+mod agree;
 mod decoders;
 mod deepseek_v4;
 mod fill;
@@ -16,6 +17,7 @@ mod shape;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub use agree::{Agreement, Course, agreement};
 pub use fill::{fill, token_ids};
 pub use fixture::Fixture;
 #[cfg(test)]

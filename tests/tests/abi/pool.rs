@@ -45,6 +45,7 @@ fn pool() -> HostPoolDescription {
         layers: 1,
         base,
         bytes: bytes as u64,
+        pinned: false,
         fd: -1,
         segments: segments.to_vec(),
         components: vec![],

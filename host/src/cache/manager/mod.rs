@@ -82,11 +82,12 @@ impl CacheManager {
         let lower = match config.host_pages {
             0 => None,
             host_pages => {
-                let host = Arc::new(HostPool::new(&spec, host_pages, config.host_layout, config.identity)?);
+                let mut host = HostPool::new(&spec, host_pages, config.host_layout, config.identity)?;
+                host.pin_for(&*device);
                 Some(Controller::new(
                     &config,
                     Arc::clone(&device),
-                    host,
+                    Arc::new(host),
                     Arc::clone(&counters),
                     Arc::clone(&events),
                     waker,

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use kvdock_kernels::{HostPage, KvDtype, KvSpec};
+use kvdock_kernels::{HostPage, KvDtype, KvPool, KvSpec};
 use kvdock_plugin_api::Dtype;
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -183,6 +183,7 @@ impl HostPool {
             layers: spec.layers as u32,
             base: base as usize,
             bytes: plan.bytes,
+            pinned: false,
             fd: fd.as_raw_fd(),
             segments: plan.segments,
             components: plan.components,
@@ -199,6 +200,16 @@ impl HostPool {
             pages: Mutex::new(SharedPages::new(pages)),
             prefault,
         })
+    }
+
+    /// Lets a device that has a use for it read and write the pool by itself. Where that can't be, pages go by way of the device's own pinned
+    /// memory.
+    pub fn pin_for(&mut self, device: &dyn KvPool) {
+        // SAFETY: the mapping just made is never unmapped.
+        match unsafe { device.pin_host(self.base, self.description.bytes as usize) } {
+            Ok(pinned) => self.description.pinned = pinned,
+            Err(error) => tracing::warn!(%error, "host pages are not pinned, and copied in two steps"),
+        }
     }
 
     /// What a backend has to know to register the pool.

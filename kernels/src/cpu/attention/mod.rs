@@ -33,7 +33,7 @@ use std::ops::Range;
 
 use super::kv_pool::{CpuKvPool, KvElement, with_kv_element};
 use super::memory::FloatArray;
-use super::plan::CpuPlan;
+use super::plan::StepPlan;
 use super::simd::{Kernel, LANES, Lanes, Machine};
 use super::threads::ThreadPool;
 use crate::error::KernelError;
@@ -51,7 +51,7 @@ const TASK_QUERIES: usize = 48;
 pub(super) struct Attention<'a> {
     pub(super) pool: &'a CpuKvPool,
     pub(super) layer: usize,
-    pub(super) plan: &'a CpuPlan,
+    pub(super) plan: &'a StepPlan,
     /// `[rows, heads, head_dim_k]`.
     pub(super) q: &'a [f32],
     pub(super) heads: usize,

@@ -50,28 +50,7 @@ impl PackedWeight {
     pub(super) fn new(weight: &WeightData<'_>, pool: &ThreadPool) -> Result<Self, KernelError> {
         let MatrixShape { rows, cols } = weight.shape;
         let format = weight.format;
-        let refuse = |reason: String| KernelError::Weight { name: weight.name.to_owned(), reason };
-        if rows == 0 || cols == 0 {
-            return Err(refuse(format!("shape {rows} x {cols} is empty")));
-        }
-        let row_bytes = format.row_bytes(cols).ok_or_else(|| {
-            refuse(format!(
-                "{cols} columns are no whole number of {} blocks of {}",
-                format.name(),
-                format.block_elements()
-            ))
-        })?;
-        if row_bytes.checked_mul(rows) != Some(weight.bytes.len()) {
-            return Err(refuse(format!(
-                "{} bytes found, but {rows} rows of {row_bytes} bytes ({} x {cols}) expected",
-                weight.bytes.len(),
-                format.name()
-            )));
-        }
-        if let Some(order) = weight.row_order {
-            check_permutation(order, rows).map_err(refuse)?;
-        }
-
+        let row_bytes = weight.checked_row_bytes()?;
         let tile_bytes = with_tile_format!(format, T => tile_bytes::<T>(cols));
         let tiles = rows.div_ceil(LANES);
         let mut region = Region::zeroed(tiles * tile_bytes, "a weight matrix")?;
@@ -106,21 +85,6 @@ impl PackedWeight {
             format: std::marker::PhantomData,
         }));
     }
-}
-
-fn check_permutation(order: &[u32], rows: usize) -> Result<(), String> {
-    if order.len() != rows {
-        return Err(format!("row order has {} entries for {rows} rows", order.len()));
-    }
-    let mut seen = vec![false; rows];
-    for (to, from) in order.iter().enumerate() {
-        match seen.get_mut(*from as usize) {
-            Some(s) if !*s => *s = true,
-            Some(_) => return Err(format!("row order names row {from} twice")),
-            None => return Err(format!("row order at {to} names row {from} of {rows}")),
-        }
-    }
-    Ok(())
 }
 
 struct Row<'a, T> {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvdock_kernels::{AttentionSpec, Buf, Device, KvPool, KvSpec, Plan, Projection, SeqSpan};
+use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, Plan, Projection, SeqSpan};
 
 use super::config::Config;
 use super::weights::{Layer, Weights};
@@ -83,13 +83,15 @@ impl DenseModel {
         let rows = input.ids.len();
         let eps = self.config.eps;
         device.embed(&self.weights.embedding, &input.ids, &mut work.x)?;
+        let is_decode = rows == input.spans.len() && input.wanted.len() == rows;
+        if device.repeats() && is_decode && trace.is_none() {
+            (0..self.weights.layers.len()).try_for_each(|index| hooks.before_layer(index))?;
+            device.repeat(work.key(), plan, &mut |plan| self.decode(plan, pool, work))?;
+            return Ok(input.wanted.clone());
+        }
         for (index, layer) in self.weights.layers.iter().enumerate() {
             hooks.before_layer(index)?;
-            if index == 0 {
-                device.rms_norm(&work.x, &layer.attention_norm, eps, rows, &mut work.normed)?;
-            } else {
-                device.add_rms_norm(&mut work.x, &work.delta, &layer.attention_norm, eps, rows, &mut work.normed)?;
-            }
+            self.norm(layer, index, eps, rows, work)?;
             self.keys_and_values(layer, index, plan, pool, work)?;
             let last = index + 1 == self.weights.layers.len();
             if last && trace.is_none() && input.wanted.len() < rows {
@@ -102,6 +104,33 @@ impl DenseModel {
             }
         }
         Ok(input.wanted.clone())
+    }
+
+    /// All layers of a step that has one row for each sequence: the same operations for any such step of as many rows.
+    fn decode(&self, plan: &Plan, pool: &dyn KvPool, work: &mut Workspace) -> Result<(), KernelError> {
+        let rows = plan.rows();
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            self.norm(layer, index, self.config.eps, rows, work)?;
+            self.keys_and_values(layer, index, plan, pool, work)?;
+            self.attend(layer, index, plan, pool, work)?;
+            self.mlp(layer, rows, work)?;
+        }
+        Ok(())
+    }
+
+    /// Adds what the block before left, and norms, into `work.normed`.
+    fn norm(
+        &self,
+        layer: &Layer,
+        index: usize,
+        eps: f32,
+        rows: usize,
+        work: &mut Workspace,
+    ) -> Result<(), KernelError> {
+        match index {
+            0 => self.device.rms_norm(&work.x, &layer.attention_norm, eps, rows, &mut work.normed),
+            _ => self.device.add_rms_norm(&mut work.x, &work.delta, &layer.attention_norm, eps, rows, &mut work.normed),
+        }
     }
 
     /// The last layer behind its keys and values, for the rows that want logits only: nobody asks for the
@@ -122,9 +151,8 @@ impl DenseModel {
         let plan = device.plan(pool, &input.wanted_spans)?;
         let Config { hidden, heads, head_dim, .. } = self.config;
         device.gather_rows(&work.q, heads * head_dim, &input.wanted, &mut work.attended)?;
-        std::mem::swap(&mut work.q, &mut work.attended);
         device.gather_rows(&work.x, hidden, &input.wanted, &mut work.normed)?;
-        std::mem::swap(&mut work.x, &mut work.normed);
+        work.swap_gathered();
         self.attend(layer, index, &plan, pool, work)?;
         self.mlp(layer, count, work)?;
         Ok((0..count as u32).collect())
@@ -139,7 +167,7 @@ impl DenseModel {
         plan: &Plan,
         pool: &dyn KvPool,
         work: &mut Workspace,
-    ) -> Result<(), ModelError> {
+    ) -> Result<(), KernelError> {
         let device = self.device.as_ref();
         let Config { heads, kv_heads, head_dim, eps, .. } = self.config;
         let rows = plan.rows();
@@ -173,7 +201,7 @@ impl DenseModel {
         plan: &Plan,
         pool: &dyn KvPool,
         work: &mut Workspace,
-    ) -> Result<(), ModelError> {
+    ) -> Result<(), KernelError> {
         let spec = AttentionSpec {
             heads: self.config.heads,
             scale: (self.config.head_dim as f64).sqrt().recip() as f32,
@@ -186,7 +214,7 @@ impl DenseModel {
     }
 
     /// Adds attention's output to the residual stream, then the norm and the gated MLP, into `work.delta`.
-    fn mlp(&self, layer: &Layer, rows: usize, work: &mut Workspace) -> Result<(), ModelError> {
+    fn mlp(&self, layer: &Layer, rows: usize, work: &mut Workspace) -> Result<(), KernelError> {
         self.device.add_rms_norm(&mut work.x, &work.delta, &layer.mlp_norm, self.config.eps, rows, &mut work.normed)?;
         self.device.linear(
             &work.normed,

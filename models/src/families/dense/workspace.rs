@@ -1,5 +1,7 @@
 //! Work buffers of a pass.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use kvdock_kernels::{Buf, Device, KernelError};
 
 use super::config::Config;
@@ -8,6 +10,10 @@ use crate::families::blocks::step::HEAD_ROWS;
 /// Buffers for up to `rows` rows.
 pub(super) struct Workspace {
     rows: usize,
+    /// No other workspace of this process has it.
+    id: u64,
+    /// Whether buffers have changed places.
+    swapped: bool,
     /// Residual stream, `[rows, hidden]`.
     pub(super) x: Buf,
     /// Normed input of a block, `[rows, hidden]`.
@@ -42,8 +48,11 @@ impl Workspace {
         let q_width = config.heads * config.head_dim;
         let kv_width = config.kv_heads * config.head_dim;
         let alloc = |width: usize| device.alloc(rows * width);
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
             rows,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            swapped: false,
             x: alloc(config.hidden)?,
             normed: alloc(config.hidden)?,
             delta: alloc(config.hidden)?,
@@ -58,6 +67,18 @@ impl Workspace {
             head_normed: device.alloc(HEAD_ROWS * config.hidden)?,
             logits: device.alloc(HEAD_ROWS * config.vocab)?,
         })
+    }
+
+    /// Tells which buffers are where: equal keys mean the same buffers in the same places.
+    pub(super) fn key(&self) -> u64 {
+        2 * self.id + u64::from(self.swapped)
+    }
+
+    /// Puts the rows that were gathered into `attended` and `normed` in the places of `q` and `x`.
+    pub(super) fn swap_gathered(&mut self) {
+        std::mem::swap(&mut self.q, &mut self.attended);
+        std::mem::swap(&mut self.x, &mut self.normed);
+        self.swapped = !self.swapped;
     }
 
     /// Rows the buffers hold.

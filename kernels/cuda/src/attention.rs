@@ -1,0 +1,252 @@
+//! Which kernel computes the attention of which rows.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::device::{Arithmetic, CudaDevice, product, shape, size};
+use super::driver::{Access, Arg, DevicePtr, Touch};
+use super::memory::{DeviceMemory, Queue};
+use super::module::Extent;
+use super::plan::CudaPlan;
+use super::pool::CudaKvPool;
+use super::units::Unit;
+use kvdock_kernels::KernelError;
+use kvdock_kernels::{AttentionSpec, Buf};
+use kvdock_kernels::{KvDtype, KvPool, KvSpec};
+
+/// Positions of a split. Part of the arithmetic: another number needs another numerics id.
+const SPLIT_TOKENS: usize = 256;
+/// Bytes that splits of one launch may leave for the merge; more rows take several launches.
+const PARTIAL_BYTES: usize = 64 << 20;
+/// The widest head that the kernels take.
+const MAX_DIM: usize = 256;
+
+/// One call of attention, checked.
+struct Call<'a> {
+    pool: &'a CudaKvPool,
+    layer: usize,
+    plan: &'a CudaPlan,
+    heads: usize,
+    scale: f32,
+    window: u32,
+    q: DevicePtr,
+    out: DevicePtr,
+    sinks: Arg,
+}
+
+/// Splits that serve positions up to `last`. A power of two, so that recorded work serves longer sequences for a while.
+pub(super) fn splits(last: usize) -> usize {
+    (last / SPLIT_TOKENS + 1).next_power_of_two()
+}
+
+impl CudaDevice {
+    pub(super) fn attend(
+        &self,
+        pool: &CudaKvPool,
+        layer: usize,
+        plan: &CudaPlan,
+        q: &Buf,
+        spec: &AttentionSpec<'_>,
+        out: &mut Buf,
+    ) -> Result<(), KernelError> {
+        let op = "attention";
+        let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, dtype, .. } = *pool.spec();
+        let heads = spec.heads;
+        if heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(shape(op, "heads", format!("a multiple of {kv_heads} KV heads"), heads.to_string()));
+        }
+        if spec.window == Some(0) {
+            return Err(shape(op, "window", "at least 1".into(), "0".into()));
+        }
+        if dk.max(dv) > MAX_DIM {
+            return Err(shape(op, "a head", format!("at most {MAX_DIM} elements wide"), dk.max(dv).to_string()));
+        }
+        let sinks = match spec.sinks {
+            Some(sinks) => Arg::read(self.floats(op, "sinks", sinks, heads)?, 4 * heads),
+            None => Arg::Address(0),
+        };
+        let rows = plan.rows();
+        let call = Call {
+            pool,
+            layer,
+            plan,
+            heads,
+            scale: spec.scale,
+            window: spec.window.unwrap_or(0),
+            q: self.floats(op, "q", q, product(op, &[rows, heads, dk])?)?,
+            out: self.floats(op, "out", out, product(op, &[rows, heads, dv])?)?,
+            sinks,
+        };
+        let in_tiles = dtype != KvDtype::F32 && dk.is_multiple_of(16) && dv.is_multiple_of(16);
+        let queue = self.order.enter();
+        match (in_tiles, self.arithmetic) {
+            (false, _) => self.in_splits(&call, 0..rows, &queue),
+            (true, Arithmetic::Reproducible) => self.in_tiles(&call, true, &queue),
+            (true, Arithmetic::Fast) => {
+                self.in_tiles(&call, false, &queue)?;
+                single_rows(plan).into_iter().try_for_each(|rows| self.in_splits(&call, rows, &queue))
+            }
+        }
+    }
+
+    /// Rows in tiles, on tensor cores: those of sequences with several rows, or all.
+    fn in_tiles(&self, call: &Call<'_>, all: bool, queue: &Queue) -> Result<(), KernelError> {
+        let op = "attention";
+        let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, page_tokens, dtype, .. } = *call.pool.spec();
+        let tiles = call.plan.tiles(call.heads / kv_heads, all, &self.blocks, &self.uploads, queue)?;
+        let (keys, values) = call.pool.layer(call.layer);
+        let rows = call.plan.rows();
+        let args = [
+            Arg::read(call.q, 4 * rows * call.heads * dk),
+            Arg::Address(keys),
+            Arg::Address(values),
+            call.plan.tables(),
+            call.plan.seqs(),
+            tiles.arg(),
+            call.sinks,
+            Arg::write(call.out, 4 * rows * call.heads * dv),
+            size(op, "heads", call.heads)?,
+            size(op, "kv_heads", kv_heads)?,
+            size(op, "page_tokens", page_tokens)?,
+            Arg::U32(call.window),
+            Arg::F32(call.scale),
+        ];
+        // Two buffers of keys and values, and wide queries.
+        let keys_at_once = if dk.max(dv) > 128 { 32 } else { 64 };
+        let queries = if dk > 128 { 64 * (dk + 8) } else { 0 };
+        let shared = 2 * (2 * keys_at_once * (dk + 8 + dv + 8) + queries);
+        let unit = Unit::Prefill { dtype, dim_k: dk as u32, dim_v: dv as u32 };
+        let extent = Extent { grid: [tiles.count, kv_heads, 1], threads: 128, shared };
+        // SAFETY: plan and pool belong together, so tables and tiles name what is there; the buffers have room for all rows.
+        unsafe {
+            self.kernels.launch_touching(unit, "paged_prefill", extent, &args, &|tell| call.pages(tell, 0..rows), queue)
+        }
+    }
+
+    /// Rows one by one, with their keys in splits that are merged.
+    fn in_splits(&self, call: &Call<'_>, rows: Range<usize>, queue: &Queue) -> Result<(), KernelError> {
+        let op = "attention";
+        let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, page_tokens, dtype, .. } = *call.pool.spec();
+        let splits = splits(call.plan.last_position());
+        let unit = Unit::Decode {
+            dtype,
+            dim_k: dk as u32,
+            dim_v: dv as u32,
+            group: shared_loads(call.heads / kv_heads, dtype, dk.max(dv)) as u32,
+        };
+        let group = shared_loads(call.heads / kv_heads, dtype, dk.max(dv));
+        let row_bytes = 4 * product(op, &[call.heads, splits, dv + 2])?;
+        let at_once = (PARTIAL_BYTES / row_bytes).clamp(1, 65_535);
+        for first in rows.clone().step_by(at_once) {
+            let count = at_once.min(rows.end - first);
+            let partial = self.partial(count * row_bytes)?;
+            let (sums, weights) = (4 * count * call.heads * splits * dv, 4 * count * call.heads * splits * 2);
+            let sums = Arg::write(partial.at(), sums);
+            let weights = Arg::write(partial.at() + 4 * (count * call.heads * splits * dv) as u64, weights);
+            let (keys, values) = call.pool.layer(call.layer);
+            let args = [
+                Arg::read(call.q + 4 * (first * call.heads * dk) as u64, 4 * count * call.heads * dk),
+                Arg::Address(keys),
+                Arg::Address(values),
+                call.plan.tables(),
+                call.plan.row_tables(first, count),
+                call.plan.positions(first, count),
+                sums,
+                weights,
+                size(op, "heads", call.heads)?,
+                size(op, "kv_heads", kv_heads)?,
+                size(op, "page_tokens", page_tokens)?,
+                Arg::U32(call.window),
+                Arg::F32(call.scale),
+                Arg::U32(SPLIT_TOKENS as u32),
+                size(op, "splits", splits)?,
+            ];
+            let extent = Extent { grid: [splits, call.heads / group, count], threads: 128, shared: 0 };
+            let pages = |tell: &mut dyn FnMut(Touch)| call.pages(tell, first..first + count);
+            // SAFETY: plan and pool belong together, so tables name what is there; the buffers have room for the rows.
+            unsafe { self.kernels.launch_touching(unit, "paged_decode", extent, &args, &pages, queue)? };
+            let args = [
+                sums,
+                weights,
+                call.plan.positions(first, count),
+                call.sinks,
+                Arg::write(call.out + 4 * (first * call.heads * dv) as u64, 4 * count * call.heads * dv),
+                size(op, "heads", call.heads)?,
+                Arg::U32(call.window),
+                Arg::U32(SPLIT_TOKENS as u32),
+                size(op, "splits", splits)?,
+            ];
+            // SAFETY: as above.
+            unsafe { self.kernels.launch(unit, "paged_merge", Extent::plane(call.heads, count, 128), &args, queue)? };
+        }
+        Ok(())
+    }
+
+    /// Memory of at least `bytes` bytes for splits, which all calls use in the queue's order.
+    fn partial(&self, bytes: usize) -> Result<Arc<DeviceMemory>, KernelError> {
+        let mut partial = self.partial.lock();
+        if let Some(memory) = partial.as_ref().filter(|memory| memory.bytes() >= bytes) {
+            return Ok(Arc::clone(memory));
+        }
+        let memory = Arc::new(DeviceMemory::new(&self.driver, bytes.next_power_of_two(), "splits of attention")?);
+        *partial = Some(Arc::clone(&memory));
+        Ok(memory)
+    }
+}
+
+impl Call<'_> {
+    /// The pages that rows read.
+    fn pages(&self, tell: &mut dyn FnMut(Touch), rows: Range<usize>) {
+        for span in &self.plan.checked.spans {
+            if span.rows.start < rows.end && rows.start < span.rows.end {
+                for page in &span.pages {
+                    self.pool.page(self.layer, *page, Access::Read).into_iter().for_each(&mut *tell);
+                }
+            }
+        }
+    }
+}
+
+/// Query heads that share the loads of a KV head: a divisor of those that it has, as many as the kernel can.
+fn shared_loads(group: usize, dtype: KvDtype, dim: usize) -> usize {
+    let most = if dtype != KvDtype::F32 && dim <= 128 { 8 } else { 4 };
+    (1..=most.min(group)).rev().find(|shared| group.is_multiple_of(*shared)).unwrap_or(1)
+}
+
+/// Runs of rows that are the only ones of their sequences.
+fn single_rows(plan: &CudaPlan) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for span in plan.checked.spans.iter().filter(|span| span.rows.len() == 1) {
+        match runs.last_mut() {
+            Some(run) if run.end == span.rows.start => run.end = span.rows.end,
+            _ => runs.push(span.rows.clone()),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loads_are_shared_as_far_as_the_kernel_can() {
+        for (group, dtype, dim, shared) in [
+            (1, KvDtype::F16, 64, 1),
+            (3, KvDtype::F16, 64, 3),
+            (8, KvDtype::BF16, 128, 8),
+            (8, KvDtype::BF16, 256, 4),
+            (8, KvDtype::F32, 64, 4),
+            (16, KvDtype::F16, 128, 8),
+            (7, KvDtype::F32, 64, 1),
+            (9, KvDtype::F16, 64, 3),
+        ] {
+            assert_eq!(shared_loads(group, dtype, dim), shared, "{group} {dtype:?} {dim}");
+        }
+    }
+
+    #[test]
+    fn splits_grow_by_doubling() {
+        assert_eq!([0, 255, 256, 511, 512, 1024, 65_535].map(splits), [1, 1, 2, 2, 4, 8, 256]);
+    }
+}

@@ -1,0 +1,190 @@
+//! The CUDA sources in the program, and the units they are compiled in.
+
+use sha2::{Digest, Sha256};
+
+use kvdock_kernels::KvDtype;
+use kvdock_kernels::WeightFormat;
+
+mod files {
+    include!(concat!(env!("OUT_DIR"), "/cuda_sources.rs"));
+}
+
+/// A file with the macros that it is compiled with. It becomes one module on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Unit {
+    /// Norms over rows and heads.
+    Norm,
+    /// Operations on elements, and gathers of rows.
+    Elementwise,
+    /// Rotary embeddings.
+    Rope,
+    /// New keys and values.
+    KvWrite,
+    /// Paged attention, split along the keys.
+    Decode {
+        /// Element type of the pool.
+        dtype: KvDtype,
+        /// Elements of a key.
+        dim_k: u32,
+        /// Elements of a value.
+        dim_v: u32,
+        /// Query heads that share the loads of a KV head.
+        group: u32,
+    },
+    /// Paged attention, in tiles on tensor cores.
+    Prefill {
+        /// Element type of the pool.
+        dtype: KvDtype,
+        /// Elements of a key.
+        dim_k: u32,
+        /// Elements of a value.
+        dim_v: u32,
+    },
+    /// Embeddings and products with few rows, of all weight formats.
+    Gguf,
+    /// Matrix products on tensor cores.
+    Matmul {
+        /// Format of the weights.
+        format: WeightFormat,
+        /// 16-bit parts that a number is cut into.
+        parts: u32,
+    },
+    /// Pages between device and host.
+    PageCopy,
+}
+
+/// Options of every compilation.
+const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
+
+impl Unit {
+    /// The file's name.
+    pub const fn file(self) -> &'static str {
+        match self {
+            Self::Norm => "norm.cu",
+            Self::Elementwise => "elementwise.cu",
+            Self::Rope => "rope.cu",
+            Self::KvWrite => "kv.cu",
+            Self::Decode { .. } => "decode.cu",
+            Self::Prefill { .. } => "prefill.cu",
+            Self::Gguf => "gguf.cu",
+            Self::Matmul { .. } => "matmul.cu",
+            Self::PageCopy => "page_copy.cu",
+        }
+    }
+
+    /// The macros, as options of the compiler.
+    pub fn macros(self) -> Vec<String> {
+        let kv = |dtype: KvDtype| match dtype {
+            KvDtype::F32 => 0,
+            KvDtype::F16 => 1,
+            KvDtype::BF16 => 2,
+        };
+        match self {
+            Self::Decode { dtype, dim_k, dim_v, group } => vec![
+                format!("-DKV_TYPE={}", kv(dtype)),
+                format!("-DDIM_K={dim_k}"),
+                format!("-DDIM_V={dim_v}"),
+                format!("-DGROUP={group}"),
+            ],
+            Self::Prefill { dtype, dim_k, dim_v } => {
+                vec![format!("-DKV_TYPE={}", kv(dtype)), format!("-DDIM_K={dim_k}"), format!("-DDIM_V={dim_v}")]
+            }
+            Self::Matmul { format, parts } => {
+                vec![format!("-DFORMAT={}", format_number(format)), format!("-DPARTS={parts}")]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// All options but the architecture.
+    pub fn options(self) -> Vec<String> {
+        let mut options: Vec<String> = OPTIONS.iter().map(|option| (*option).to_owned()).collect();
+        options.extend(self.macros());
+        options
+    }
+
+    /// The source; `None` only if the program was built without it.
+    pub fn source(self) -> Option<&'static str> {
+        files::FILES.iter().find(|(name, _)| *name == self.file()).map(|(_, text)| *text)
+    }
+
+    /// A digest over all that the machine code follows from, but for compiler and architecture.
+    pub fn digest(self) -> [u8; 32] {
+        let mut sha = Sha256::new();
+        let mut part = |text: &str| {
+            sha.update((text.len() as u64).to_le_bytes());
+            sha.update(text);
+        };
+        part(self.file());
+        part(self.source().unwrap_or_default());
+        for (name, text) in headers() {
+            part(name);
+            part(text);
+        }
+        self.options().iter().for_each(|option| part(option));
+        sha.finalize().into()
+    }
+
+    /// A name for people and for files: `decode-f16-64-64-4`.
+    pub fn name(self) -> String {
+        let stem = self.file().trim_end_matches(".cu");
+        match self {
+            Self::Decode { dtype, dim_k, dim_v, group } => format!("{stem}-{}-{dim_k}-{dim_v}-{group}", dtype.name()),
+            Self::Prefill { dtype, dim_k, dim_v } => format!("{stem}-{}-{dim_k}-{dim_v}", dtype.name()),
+            Self::Matmul { format, parts } => format!("{stem}-{}-{parts}", format_name(format)),
+            _ => stem.to_owned(),
+        }
+    }
+}
+
+/// The files that sources may include.
+pub fn headers() -> Vec<(&'static str, &'static str)> {
+    files::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")).copied().collect()
+}
+
+/// The format's number in the sources.
+fn format_number(format: WeightFormat) -> usize {
+    use WeightFormat as F;
+    [F::F32, F::F16, F::BF16, F::Q4_0, F::Q4_1, F::Q8_0, F::Q4_K, F::Q5_K, F::Q6_K]
+        .iter()
+        .position(|known| *known == format)
+        .unwrap_or_default()
+}
+
+/// The format's name in names of kernels.
+pub(super) fn format_name(format: WeightFormat) -> String {
+    format.name().to_ascii_lowercase()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_unit_has_its_source_and_a_digest_of_its_own() {
+        let decode = |group| Unit::Decode { dtype: KvDtype::F16, dim_k: 64, dim_v: 64, group };
+        let matmul = |format, parts| Unit::Matmul { format, parts };
+        let units = [
+            Unit::Norm,
+            Unit::Elementwise,
+            Unit::Rope,
+            Unit::KvWrite,
+            decode(1),
+            decode(2),
+            Unit::Prefill { dtype: KvDtype::BF16, dim_k: 64, dim_v: 64 },
+            Unit::Gguf,
+            matmul(WeightFormat::Q4_1, 2),
+            matmul(WeightFormat::Q4_1, 1),
+            matmul(WeightFormat::Q6_K, 1),
+            Unit::PageCopy,
+        ];
+        let digests: std::collections::HashSet<_> = units.iter().map(|unit| unit.digest()).collect();
+        let names: std::collections::HashSet<_> = units.iter().map(|unit| unit.name()).collect();
+        assert_eq!((digests.len(), names.len()), (units.len(), units.len()));
+        for unit in units {
+            assert!(unit.source().is_some_and(|text| text.contains("EXPORT(")), "{unit:?}");
+        }
+        assert!(headers().iter().any(|(name, _)| *name == "common.cuh"));
+        assert_eq!(matmul(WeightFormat::Q6_K, 1).macros(), ["-DFORMAT=8", "-DPARTS=1"]);
+    }
+}
