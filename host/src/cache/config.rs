@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::layout::HostLayout;
 use super::types::CacheError;
+pub use super::unified::Policy as EvictionPolicy;
 
 /// When pages go from device to host and on to storage; the most eager first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -39,16 +40,6 @@ pub enum BreakEvenMode {
     Off,
     /// A hit is loaded where the measured speeds of its backend and of prefill say that loading is faster.
     Auto,
-}
-
-/// Which page leaves first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum EvictionPolicy {
-    /// The one not used for the longest time.
-    #[default]
-    Lru,
-    /// The one used least often; of these, the one not used for the longest time.
-    Lfu,
 }
 
 /// Implements `FromStr`, `Display` and `as_str` over a closed list of names.
@@ -89,7 +80,12 @@ named!(PrefetchPolicy, "cache.prefetch_policy",
     WaitComplete => "wait_complete",
     Timeout => "timeout");
 named!(BreakEvenMode, "storage.break_even", Off => "off", Auto => "auto");
-named!(EvictionPolicy, "cache.eviction", Lru => "lru", Lfu => "lfu");
+named!(EvictionPolicy, "cache.eviction",
+    Lru => "lru",
+    Lfu => "lfu",
+    Slru => "slru",
+    Fifo => "fifo",
+    Priority => "priority");
 named!(HostLayout, "cache.host_layout",
     LayerFirst => "layer_first",
     PageFirst => "page_first",
@@ -205,6 +201,6 @@ mod tests {
         }
         assert_eq!(("auto".parse::<BreakEvenMode>().unwrap().as_str(), BreakEvenMode::Off.as_str()), ("auto", "off"));
         let error = "mru".parse::<EvictionPolicy>().unwrap_err();
-        assert_eq!(error.to_string(), "cache.eviction: \"mru\" is none of lru, lfu");
+        assert_eq!(error.to_string(), "cache.eviction: \"mru\" is none of lru, lfu, slru, fifo, priority");
     }
 }

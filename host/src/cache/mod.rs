@@ -31,7 +31,6 @@ mod types;
 
 mod pool;
 mod seal;
-mod tree;
 pub mod unified;
 
 pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};

@@ -254,4 +254,6 @@ pub struct ReuseHints {
     pub session_id: Option<String>,
     /// Tokens from here on are computed even if they are cached (prompt log-probabilities).
     pub reuse_limit: Option<usize>,
+    /// With `cache.eviction = "priority"` what this request inserts or passes through stays longer than what has less.
+    pub priority: i32,
 }

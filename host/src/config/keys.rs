@@ -137,9 +137,10 @@ pub(crate) const KEYS: &[Key] = &[
     ),
     key(
         "cache.eviction",
-        Kind::Choice(&["lru", "lfu"]),
+        Kind::Choice(&["lru", "lfu", "slru", "fifo", "priority"]),
         "\"lru\"",
-        "Which pages leave a full pool first: least recently or least often used.",
+        "Which pages leave a full pool first: those used least recently (lru) or least often (lfu), those used once before the others (slru), \
+         those that came first (fifo), those of requests of the lowest `priority` (priority).",
     ),
     unset("storage.backend", Kind::Text, "Name of the storage backend, as in `storage.NAME`. Unset: no storage tier."),
     key(

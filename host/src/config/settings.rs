@@ -152,7 +152,7 @@ pub struct CacheConfig {
     /// Part of the prefetch timeout for each 1024 tokens.
     #[serde(deserialize_with = "seconds")]
     pub prefetch_timeout_per_ki_token: Duration,
-    /// `lru` or `lfu`.
+    /// `lru`, `lfu`, `slru`, `fifo` or `priority`.
     pub eviction: String,
 }
 

@@ -76,7 +76,7 @@ fn every_error_is_reported_with_value_and_what_is_allowed() {
     assert_eq!(
         found,
         [
-            "kvdock.toml:5: cache.eviction = \"lur\": takes \"lru\" or \"lfu\"; did you mean \"lru\"?",
+            "kvdock.toml:5: cache.eviction = \"lur\": takes \"lru\", \"lfu\", \"slru\", \"fifo\" or \"priority\"; did you mean \"lru\"?",
             "kvdock.toml:3: server.host = 3: takes text",
             "kvdock.toml:2: server.port = 70000: takes an integer from 0 to 65535",
         ]

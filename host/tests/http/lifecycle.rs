@@ -159,7 +159,7 @@ fn config_commands() {
     assert_eq!(
         stderr,
         format!(
-            "error: {name}:5: cache.eviction = \"mru\": takes \"lru\" or \"lfu\"; did you mean \"lru\"?\n\
+            "error: {name}:5: cache.eviction = \"mru\": takes \"lru\", \"lfu\", \"slru\", \"fifo\" or \"priority\"; did you mean \"lru\"?\n\
              error: {name}:4: unknown key cache.page_siz; did you mean cache.page_size?\n"
         )
     );

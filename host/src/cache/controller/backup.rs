@@ -9,7 +9,7 @@ use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::{Event, Shared};
 use crate::cache::stats::{StorageOp, StorageResult};
-use crate::cache::tree::{KeyPath, NodeRef};
+use crate::cache::unified::KeyPath;
 use crate::plugin::backend::{PageKey, PageStatus};
 
 /// Host pages of one or more nodes in a row, to be stored in one backend. The operation holds the pages.
@@ -22,9 +22,6 @@ pub(crate) struct StoreJob {
     pub bit: u64,
     /// How often its store had been emptied when the job began.
     pub emptied: u32,
-    /// Nodes in order, and their first page when the job began; nodes split off them since belong to the
-    /// job too.
-    pub nodes: Vec<(NodeRef, u32)>,
     /// The way from the start of the sequence to the last page.
     pub path: KeyPath,
     /// Pages before the first one of the job.
@@ -66,7 +63,7 @@ struct Outcome {
 }
 
 pub(super) fn run(shared: &Shared, job: StoreJob) {
-    let keys = job.path.keys(shared.page_size);
+    let keys = job.path.keys();
     let mut outcome = Outcome::default();
     if keys.len() == job.position + job.pages.len() {
         for (&page, key) in job.pages.iter().zip(&keys[job.position..]) {

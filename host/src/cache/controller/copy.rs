@@ -8,7 +8,6 @@ use kvdock_kernels::KvPool;
 
 use super::{Event, Shared};
 use crate::cache::pool::HostPool;
-use crate::cache::tree::NodeRef;
 
 /// Pages a worker takes at a time from a load that several work on.
 const LOAD_STEP: usize = 2;
@@ -16,10 +15,8 @@ const LOAD_STEP: usize = 2;
 /// Device pages of a node to be copied to the host. The node is locked until it is done.
 #[derive(Debug)]
 pub(crate) struct BackupJob {
-    /// The node as it was; nodes split off it since belong to the job too.
-    pub node: NodeRef,
-    /// First page of the node when the job began.
-    pub start: u32,
+    /// Which job it is.
+    pub id: u64,
     /// Source.
     pub device: Vec<u32>,
     /// Target.

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 
 use super::attached::Attached;
 use super::guard::cancel::CancelSet;
-use crate::cache::tree::KeyPath;
 use crate::cache::types::MissReason;
+use crate::cache::unified::KeyPath;
 use crate::plugin::backend::PageKey;
 
 /// Backends that a fetch can tell apart.
@@ -122,7 +122,7 @@ impl Fetch {
     pub fn new(id: u64, order: FetchOrder) -> Arc<Self> {
         Arc::new(Fetch {
             id,
-            start: order.path.pages,
+            start: order.path.pages(),
             span: order.span,
             began: Instant::now(),
             order,

@@ -10,7 +10,6 @@ use super::guard::break_even::{Part, worth};
 use super::paged::fault_result;
 use super::read::{Batch, read};
 use super::{Event, Shared};
-use crate::cache::hash::chain_keys;
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::types::MissReason;
 use crate::plugin::backend::{ChainInfo, PageKey};
@@ -31,11 +30,8 @@ pub(super) fn query(shared: &Shared, fetch: Arc<Fetch>) {
         return finish(shared, &fetch);
     }
     let order = &fetch.order;
-    let mut keys = order.path.keys(shared.page_size);
-    let prior = keys.last().copied().or(order.path.seed);
     let from = fetch.start * shared.page_size;
-    let rest = order.tokens.get(from..).unwrap_or(&[]);
-    keys.extend(chain_keys(prior, rest, shared.page_size));
+    let keys = order.path.keys_with(order.tokens.get(from..).unwrap_or(&[]));
     let mut found = Found::ask(shared, &fetch, &keys);
     shared.counters.storage_hit_tokens.fetch_add((found.covered * shared.page_size) as u64, Ordering::Relaxed);
     let hit = found.covered;

@@ -8,8 +8,8 @@ use super::CacheManager;
 use super::grant::Phase;
 use crate::cache::config::{BreakEvenMode, PrefetchPolicy};
 use crate::cache::controller::{Delivery, Fetch, FetchOrder, FetchState, FetchStep, Forecast};
-use crate::cache::tree::{KeyPath, Match, NONE, StorageMarks};
 use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, RequestId, ReuseHints};
+use crate::cache::unified::{Component, HostInsert, Match, Room, Side};
 
 /// Fetches a request may start after the one it first waited for.
 const FOLLOW_UPS: u32 = 2;
@@ -35,6 +35,16 @@ pub(super) struct Request {
     follow_ups: u32,
 }
 
+/// What the tree has of a prompt.
+struct Known {
+    /// Pages on device and host.
+    pages: usize,
+    /// Of these, pages on the device or on their way there; they come first.
+    device_pages: usize,
+    /// None for a namespace of which it has nothing.
+    found: Option<Match>,
+}
+
 /// What storage said about a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StorageOutcome {
@@ -42,6 +52,17 @@ pub(super) struct StorageOutcome {
     pub hit_end: usize,
     /// Why nothing more came.
     pub reason: Option<MissReason>,
+}
+
+/// What backends have of pages that come from storage, as bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Marks {
+    /// Those that need not be given them.
+    stored: u64,
+    /// Those that are to be given them whatever their write policy says.
+    owed: u64,
+    /// Nothing tells whether the pages are right.
+    unproven: bool,
 }
 
 /// A wait for a fetch.
@@ -148,7 +169,7 @@ impl CacheManager {
                 self.patience(span, explore).map_or(bound, |patience| bound.min(now + patience))
             }),
         };
-        let enough = self.find(state, &state.prompt).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
+        let enough = self.find(state).pages >= state.reusable_pages(state.prompt.len(), self.page_size);
         if now >= until || enough {
             self.stop_waiting(state, !enough);
             return Prefetch::Ready;
@@ -180,32 +201,35 @@ impl CacheManager {
         (self.config.break_even == BreakEvenMode::Auto).then(|| Duration::try_from_secs_f64(seconds).ok()).flatten()
     }
 
-    /// The longest prefix of `tokens` that may be reused and is in the tree.
-    pub(super) fn find(&self, state: &Request, tokens: &[u32]) -> Match {
-        let pages = state.reusable_pages(tokens.len(), self.page_size);
-        match (self.tree.find_root(&state.namespace), tokens.get(..pages * self.page_size)) {
-            (Some(root), Some(tokens)) => self.tree.find(root, tokens),
-            _ => Match { node: NONE, used: 0, pages: 0, device_pages: 0 },
+    /// What the tree has of the part of the prompt that may be reused.
+    fn find(&self, state: &Request) -> Known {
+        let pages = state.reusable_pages(state.prompt.len(), self.page_size);
+        let root = self.tree.find_root(&state.namespace);
+        let found = root.and_then(|root| self.tree.find(root, state.prompt.get(..pages * self.page_size)?));
+        Known {
+            pages: found.as_ref().map_or(0, |found| found.best.pages as usize),
+            device_pages: found.as_ref().map_or(0, |found| found.device.pages as usize),
+            found,
         }
     }
 
     /// Starts or joins a fetch for what the tree lacks of the prompt. Says what the tree has.
-    fn start_fetch(&mut self, state: &mut Request) -> Match {
-        let found = self.find(state, &state.prompt);
+    fn start_fetch(&mut self, state: &mut Request) -> Known {
+        let found = self.find(state);
         let pages = state.reusable_pages(state.prompt.len(), self.page_size);
         let span = pages - found.pages;
         state.storage = StorageOutcome { hit_end: found.pages, reason: None };
         if span == 0 {
             return found;
         }
-        match self.fetch_span(state, found, span) {
+        match self.fetch_span(state, &found, span) {
             Ok(wait) => state.wait = Some(wait),
             Err(reason) => state.storage.reason = Some(reason),
         }
         found
     }
 
-    fn fetch_span(&mut self, state: &Request, found: Match, span: usize) -> Result<Wait, MissReason> {
+    fn fetch_span(&mut self, state: &Request, found: &Known, span: usize) -> Result<Wait, MissReason> {
         let Some(lower) = &self.lower else {
             return Err(MissReason::StorageOff);
         };
@@ -244,10 +268,11 @@ impl CacheManager {
             self.count(|counters| &counters.prefetch_rate_limited, 1);
             return Err(MissReason::HostFull);
         }
-        let path = match found.pages {
-            0 => KeyPath { seed: state.namespace.seed(), ..KeyPath::default() },
-            _ => self.tree.key_path(found.node, found.used),
+        let path = match &found.found {
+            Some(found) => self.tree.key_path_to(found.best).ok(),
+            None => None,
         };
+        let path = path.unwrap_or_else(|| self.tree.key_path_from(state.namespace.seed()));
         // One round of questions and one of reads, each of which a backend may use to its deadline, after as long a wait for its turn.
         let bound = backends.iter().map(|attached| attached.settings().timeout).sum::<Duration>() * 4;
         let id = self.new_id();
@@ -322,7 +347,7 @@ impl CacheManager {
         active.delivered.end = end;
         let root = self.tree.root(&active.namespace);
         let state = fetch.state.lock();
-        let marks: Vec<StorageMarks> = offers.iter().map(|&offers| self.marks(&state, offers)).collect();
+        let marks: Vec<Marks> = offers.iter().map(|&offers| self.marks(&state, offers)).collect();
         let mut orphaned = false;
         let mut fresh = Vec::new();
         let mut pages = pages;
@@ -337,17 +362,35 @@ impl CacheManager {
                 self.release_host(&own);
                 continue;
             };
-            let result = self.tree.insert_host(root, tokens, at, keys, own, run[0]);
-            self.release_host(&result.rejected);
-            orphaned |= result.orphaned;
-            fresh.extend(result.node);
+            let Marks { stored, owed, unproven } = run[0];
+            let inserted = self.tree.insert_host(HostInsert {
+                root,
+                tokens,
+                start: at,
+                keys,
+                full: &own,
+                window: &[],
+                state: None,
+                stored,
+                owed,
+                unproven,
+            });
             at = upto;
+            let Some(inserted) = self.sound(inserted) else {
+                self.release_host(&own);
+                continue;
+            };
+            if inserted.taken > 0 {
+                fresh.push(inserted.node);
+            }
+            orphaned |= inserted.orphaned;
+            self.carry_out(inserted.actions);
         }
         drop(state);
         self.release_host(&pages);
         self.tree.retire_root(root);
         for node in fresh {
-            let owed = self.tree.node(node).owed.count_ones() as usize * self.tree.len(node);
+            let owed = self.tree.info(node).map_or(0, |info| info.owed.count_ones() as usize * info.pages as usize);
             self.count(|counters| &counters.promoted_tokens, owed * self.page_size);
             self.want_stored(node);
         }
@@ -362,13 +405,13 @@ impl CacheManager {
 
     /// What the backends have of pages that the fetch offers to the sources `offers`. A backend that was in use when storage was asked is
     /// not given them by its write policy: they are in storage already.
-    fn marks(&self, state: &FetchState, offers: u64) -> StorageMarks {
-        let mut marks = StorageMarks { unproven: state.unproven, ..StorageMarks::default() };
+    fn marks(&self, state: &FetchState, offers: u64) -> Marks {
+        let mut marks = Marks { stored: 0, owed: 0, unproven: state.unproven };
         for view in &self.writes.views {
             let known = state.sources.iter().position(|source| Arc::ptr_eq(&source.attached, &view.attached));
             match known {
                 Some(index) if offers & (1 << index) != 0 => marks.owed |= view.bit,
-                Some(index) if state.sources[index].emptied == view.emptied => marks.settled |= view.bit,
+                Some(index) if state.sources[index].emptied == view.emptied => marks.stored |= view.bit,
                 // It came, or was emptied, since.
                 _ => {}
             }
@@ -382,7 +425,12 @@ impl CacheManager {
         if fetch.cancel.is_cancelled() {
             return self.fetch_done(id);
         }
-        self.make_host_room(wanted);
+        let (free, capacity) = self.host().map_or((0, 0), |host| (host.free_count(), host.capacity()));
+        if wanted <= capacity {
+            // Where all of it can't be had, as much as can.
+            let most = free + self.tree.sizes(Component::Full).host;
+            self.make_room(Side::Host, Component::Full, wanted.min(most));
+        }
         let Some(lower) = &self.lower else { return };
         let host = &lower.shared.host;
         let room = match host.alloc(wanted) {

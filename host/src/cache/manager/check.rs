@@ -4,21 +4,23 @@ use std::collections::HashMap;
 
 use super::CacheManager;
 use super::grant::Phase;
-use crate::cache::tree::{NONE, NodeId};
+use crate::cache::unified::{Component, NodeId, Side};
 
 impl CacheManager {
     /// Checks tree, pools and locks against each other: among others, that each page has exactly the owners
     /// it should have. For tests; takes time in proportion to the cache.
     pub fn check_integrity(&mut self) -> Result<(), String> {
         self.take_events();
-        self.tree.check()?;
-        let device = self.tree.ids().flat_map(|id| self.tree.node(id).device.iter().copied());
-        self.device.check(device)?;
+        self.tree.check_integrity()?;
+        let device: Vec<u32> = self.tree.nodes().flat_map(|node| self.slots(Side::Device, node)).collect();
+        self.device.check(device.into_iter())?;
         self.check_locks()?;
         self.check_host()?;
         let storing = self.writes.held.values().fold(0, |bits, held| bits | held.bit);
-        if let Some(id) = self.tree.ids().find(|&id| self.tree.node(id).storing & !storing != 0) {
-            return Err(format!("node {id} is marked as being stored by a job that does not run"));
+        if let Some(node) =
+            self.tree.nodes().find(|&node| self.tree.info(node).is_ok_and(|i| i.writing & !storing != 0))
+        {
+            return Err(format!("{node:?} is marked as being stored by a job that does not run"));
         }
         let spans: usize = self.fetches.values().map(|active| active.fetch.span).sum();
         if spans != self.fetch_pages {
@@ -27,35 +29,52 @@ impl CacheManager {
         Ok(())
     }
 
+    fn slots(&self, side: Side, node: NodeId) -> Vec<u32> {
+        let slots = match side {
+            Side::Device => self.tree.device_slots(Component::Full, node),
+            Side::Host => self.tree.host_slots(Component::Full, node),
+        };
+        slots.unwrap_or_default().to_vec()
+    }
+
     fn check_locks(&self) -> Result<(), String> {
-        let mut expected: HashMap<NodeId, u32> = HashMap::new();
+        let mut locks: HashMap<NodeId, u32> = HashMap::new();
+        let mut readers: HashMap<NodeId, u32> = HashMap::new();
+        let gone = |error| format!("a node that is held is gone: {error}");
         let holders = self
             .requests
             .values()
-            .filter_map(|request| match request.phase {
+            .filter_map(|request| match &request.phase {
                 Phase::Queued { .. } => None,
-                Phase::Loading(draft) => Some(draft.node),
-                Phase::Granted { node, .. } => Some(node),
+                Phase::Loading(draft) => Some(draft.lock.node()),
+                Phase::Granted { lock, .. } => Some(lock.node()),
             })
-            .chain(self.loads.values().map(|load| load.lock))
-            .chain(self.writes.backups.keys().map(|node| node.id));
+            .chain(self.loads.values().map(|load| load.ticket.node()))
+            .chain(self.writes.backups.values().map(|copying| copying.ticket.node()));
         for holder in holders {
-            let mut at = holder;
-            while at != NONE {
-                *expected.entry(at).or_default() += 1;
-                at = self.tree.node(at).parent;
+            for node in self.tree.path(holder).map_err(gone)? {
+                *locks.entry(node).or_default() += 1;
             }
         }
-        for id in self.tree.ids() {
-            let (locks, held) = (self.tree.node(id).locks, expected.get(&id).copied().unwrap_or(0));
-            if locks != held {
-                return Err(format!("node {id} has {locks} locks and {held} holders"));
+        let loads = self.loads.values().map(|load| (load.ticket.node(), load.ticket.start()));
+        let stores = self.writes.held.values().flat_map(|held| &held.tickets).map(|t| (t.node(), t.start()));
+        for (tail, start) in loads.chain(stores) {
+            for node in self.tree.parts(tail, start).map_err(gone)? {
+                *readers.entry(node).or_default() += 1;
+            }
+        }
+        for node in self.tree.nodes() {
+            let found = self.tree.holders(Component::Full, node).map_err(gone)?;
+            let count = |of: &HashMap<NodeId, u32>| of.get(&node).copied().unwrap_or(0);
+            let expected = (count(&locks), count(&readers));
+            if found != expected {
+                return Err(format!("{node:?} has {found:?} locks and readers, and {expected:?} who hold it"));
             }
         }
         for request in self.requests.values() {
-            if let Phase::Granted { node, committed } = request.phase {
-                let end = self.tree.node(node).start as usize + self.tree.len(node);
-                if end != committed {
+            if let Phase::Granted { lock, committed } = &request.phase {
+                let end = self.tree.end(lock.node()).map_err(gone)? as usize;
+                if end != *committed {
                     return Err(format!("a request committed {committed} pages and holds {end}"));
                 }
             }
@@ -65,15 +84,15 @@ impl CacheManager {
 
     fn check_host(&self) -> Result<(), String> {
         let Some(lower) = &self.lower else {
-            return match self.tree.totals() {
-                (_, _, 0) => Ok(()),
-                (_, _, pages) => Err(format!("{pages} host pages without a host pool")),
+            return match self.tree.sizes(Component::Full).host {
+                0 => Ok(()),
+                pages => Err(format!("{pages} host pages without a host pool")),
             };
         };
         // Workers take and give pages while this looks; what they hold is read under their lock first.
         let states: Vec<_> = self.fetches.values().map(|active| active.fetch.state.lock()).collect();
         let mut expected = vec![0u32; lower.shared.host.capacity()];
-        let tree = self.tree.ids().flat_map(|id| self.tree.node(id).host.iter().copied());
+        let tree = self.tree.nodes().flat_map(|node| self.slots(Side::Host, node));
         let fetched = states.iter().flat_map(|state| state.pages.iter().flatten().copied());
         let stores = self.writes.held.values().flat_map(|held| held.pages.iter().copied());
         for page in tree.chain(fetched).chain(stores).chain(lower.shared.registry.held()) {

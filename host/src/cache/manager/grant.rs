@@ -4,10 +4,9 @@ use std::time::Duration;
 
 use super::CacheManager;
 use super::admit::{Request, StorageOutcome};
-use crate::cache::config::WritePolicy;
 use crate::cache::controller::{LoadJob, copy_in};
-use crate::cache::tree::{NodeId, Removed};
 use crate::cache::types::{Acquire, CacheError, Grant, RequestId};
+use crate::cache::unified::{Component, Insert, LoadTicket, Lock, NodeId, Readiness, Room, Side, Slots};
 
 /// Pages that are loaded on the scheduler's thread: waking a worker takes as long.
 const INLINE_PAGES: usize = 1;
@@ -20,29 +19,36 @@ pub(super) enum Phase {
         /// A load failed: take what is on the device.
         ignore_host: bool,
     },
-    /// Holds a lock on a prefix that is being loaded.
+    /// Holds a prefix that is being loaded.
     Loading(Draft),
-    /// Holds a lock on `node`, which ends the first `committed` pages of its sequence.
-    Granted { node: NodeId, committed: usize },
+    /// Holds the first `committed` pages of its sequence.
+    Granted { lock: Lock, committed: usize },
 }
 
 /// A grant in the making.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Draft {
-    pub node: NodeId,
+    pub lock: Lock,
     /// Pages found on the device.
     device: usize,
     /// Pages that storage brought for this request.
     storage: usize,
+    /// What is missing on the device may be loaded. It is, once.
+    may_load: bool,
 }
 
 /// A load that runs.
 #[derive(Debug)]
 pub(super) struct ActiveLoad {
-    /// The node it holds, which ends the pages it loads.
-    pub lock: NodeId,
-    /// First page of the sequence that it loads.
-    start: u32,
+    pub ticket: LoadTicket,
+    pages: usize,
+}
+
+/// What came of bringing a prefix to the device.
+enum Brought {
+    Answer(Acquire),
+    /// A load failed, or the prefix is not to be had.
+    Failed,
 }
 
 impl CacheManager {
@@ -61,79 +67,103 @@ impl CacheManager {
     }
 
     fn acquire_state(&mut self, state: &mut Request, tokens: &[u32]) -> Acquire {
-        if let Phase::Loading(draft) = state.phase {
-            match self.readiness(draft.node) {
-                Readiness::Ready => return self.grant(state, draft, tokens),
-                Readiness::Loading => return Acquire::Loading,
-                Readiness::Broken => {
-                    self.tree.unlock(draft.node);
-                    state.phase = Phase::Queued { ignore_host: true };
+        let phase = std::mem::replace(&mut state.phase, Phase::Queued { ignore_host: false });
+        let mut ignore_host = matches!(phase, Phase::Queued { ignore_host: true });
+        let mut held = match phase {
+            Phase::Loading(draft) => Some(draft),
+            Phase::Queued { .. } | Phase::Granted { .. } => None,
+        };
+        if held.is_none() {
+            self.stop_waiting(state, false);
+        }
+        loop {
+            let Some(draft) = held.take().or_else(|| self.hold(state, tokens, ignore_host)) else {
+                return Acquire::NoSpace;
+            };
+            match self.bring(state, draft, tokens) {
+                Brought::Answer(answer) => {
+                    if matches!(answer, Acquire::NoSpace) {
+                        state.phase = Phase::Queued { ignore_host };
+                    }
+                    return answer;
                 }
+                // Each time round it takes less: in the end what is on the device.
+                Brought::Failed => ignore_host = true,
             }
         }
-        self.stop_waiting(state, false);
+    }
+
+    /// Locks the longest prefix of `tokens` that may be reused.
+    fn hold(&mut self, state: &Request, tokens: &[u32], ignore_host: bool) -> Option<Draft> {
         let root = self.tree.root(&state.namespace);
         let pages = state.reusable_pages(tokens.len(), self.page_size);
-        let found = self.tree.find(root, tokens.get(..pages * self.page_size).unwrap_or(&[]));
-        let mut node = self.tree.settle(found);
-        let host_tokens = (found.pages - found.device_pages) * self.page_size;
-        let ignore_host = matches!(state.phase, Phase::Queued { ignore_host: true });
-        if ignore_host || host_tokens < self.config.load_back_threshold {
-            while !self.tree.node(node).on_device() && !self.tree.node(node).is_root() {
-                node = self.tree.node(node).parent;
-            }
-        }
-        self.tree.lock(node);
-        let Some(node) = self.load_back(state, node) else {
-            return Acquire::NoSpace;
-        };
-        let Phase::Loading(draft) = state.phase else {
-            self.tree.unlock(node);
-            return Acquire::NoSpace;
-        };
-        match self.readiness(node) {
-            Readiness::Ready => self.grant(state, draft, tokens),
-            Readiness::Loading | Readiness::Broken => Acquire::Loading,
-        }
+        let found = self.tree.find(root, tokens.get(..pages * self.page_size).unwrap_or(&[]))?;
+        let host_tokens = (found.best.pages - found.device.pages) as usize * self.page_size;
+        let ignore_host = ignore_host || host_tokens < self.config.load_back_threshold;
+        let settled = self.tree.settle(if ignore_host { found.device } else { found.best });
+        let node = self.sound(settled)?;
+        let locked = self.tree.lock(node);
+        let lock = self.sound(locked)?;
+        Some(self.draft(state, lock, !ignore_host))
     }
 
-    /// Starts to load what the path to `node`, which the caller has locked, lacks on the device. Returns the
-    /// locked end of the path, which may be shorter, and sets the draft; None, unlocked, without room.
-    fn load_back(&mut self, state: &mut Request, node: NodeId) -> Option<NodeId> {
-        let mut node = node;
-        let mut missing = self.missing_pages(node);
-        let mut pages = Vec::new();
-        if missing > 0 {
-            self.make_device_room(missing);
-            match self.device.alloc(missing) {
-                Some(got) => pages = got,
-                None if self.nobody_else_holds_pages() => {
-                    // Waiting would bring nothing: take what fits.
-                    node = self.shorten(node, missing);
-                    missing = self.missing_pages(node);
-                    self.make_device_room(missing);
-                    pages = self.device.alloc(missing).or_else(|| {
-                        self.tree.unlock(node);
-                        None
-                    })?;
-                }
-                None => {
-                    self.tree.unlock(node);
-                    return None;
-                }
+    /// Grants a prefix that is held, or starts to load what it lacks on the device. What others are loading is waited for.
+    fn bring(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Brought {
+        let mut draft = draft;
+        let node = draft.lock.node();
+        match self.tree.readiness(node) {
+            Ok(Readiness::Ready) => return Brought::Answer(self.grant(state, draft, tokens)),
+            Ok(Readiness::Loading) => {
+                state.phase = Phase::Loading(draft);
+                return Brought::Answer(Acquire::Loading);
+            }
+            Ok(Readiness::Lacking) if draft.may_load => {}
+            Ok(Readiness::Lacking) | Err(_) => {
+                self.unlock(draft.lock);
+                return Brought::Failed;
             }
         }
-        let draft = self.draft(state, node);
-        if missing > 0 {
-            self.start_load(node, pages);
+        let needs = self.tree.load_needs(node);
+        let Some(needs) = self.sound(needs) else {
+            self.unlock(draft.lock);
+            return Brought::Failed;
+        };
+        let slots = match self.take_slots(Side::Device, &needs) {
+            Some(slots) => slots,
+            None if self.nobody_else_holds_pages() => {
+                // Waiting would bring nothing: take what fits.
+                let end = self.tree.end(node).map_or(0, |end| end as usize);
+                let fits = end.saturating_sub(needs[Component::Full]);
+                let pages = fits + needs[Component::Full].min(self.available_pages());
+                match self.shorten(state, draft, tokens, pages) {
+                    Some((shorter, slots)) => {
+                        draft = shorter;
+                        slots
+                    }
+                    None => return Brought::Answer(Acquire::NoSpace),
+                }
+            }
+            None => {
+                self.unlock(draft.lock);
+                return Brought::Answer(Acquire::NoSpace);
+            }
+        };
+        draft.may_load = false;
+        if !self.start_load(draft.lock.node(), slots) {
+            self.unlock(draft.lock);
+            return Brought::Failed;
         }
-        state.phase = Phase::Loading(draft);
-        Some(node)
-    }
-
-    fn missing_pages(&self, node: NodeId) -> usize {
-        let path = self.tree.path(node);
-        path.iter().filter(|&&id| !self.tree.node(id).on_device()).map(|&id| self.tree.len(id)).sum()
+        match self.tree.readiness(draft.lock.node()) {
+            Ok(Readiness::Ready) => Brought::Answer(self.grant(state, draft, tokens)),
+            Ok(Readiness::Loading) => {
+                state.phase = Phase::Loading(draft);
+                Brought::Answer(Acquire::Loading)
+            }
+            Ok(Readiness::Lacking) | Err(_) => {
+                self.unlock(draft.lock);
+                Brought::Failed
+            }
+        }
     }
 
     fn nobody_else_holds_pages(&self) -> bool {
@@ -143,32 +173,37 @@ impl CacheManager {
             && self.requests.values().all(|request| matches!(request.phase, Phase::Queued { .. }))
     }
 
-    /// Moves the caller's lock up so that what is missing on the path fits into the device pool.
-    fn shorten(&mut self, node: NodeId, missing: usize) -> NodeId {
-        let fits = self.available_pages();
-        let end = self.tree.node(node).start as usize + self.tree.len(node);
-        let keep = end - missing + missing.min(fits);
-        let mut at = node;
-        while self.tree.node(at).start as usize >= keep && !self.tree.node(at).is_root() {
-            at = self.tree.node(at).parent;
+    /// Holds no more than the first `pages` pages in place of what `draft` holds, with the device slots that they lack. None, with nothing
+    /// held, if there is no room even for them.
+    fn shorten(&mut self, state: &Request, draft: Draft, tokens: &[u32], pages: usize) -> Option<(Draft, Slots)> {
+        let known = tokens.get(..pages * self.page_size).unwrap_or(tokens);
+        let root = self.tree.root(&state.namespace);
+        let found = self.tree.find(root, known);
+        let node = found.and_then(|found| {
+            let settled = self.tree.settle(found.best);
+            self.sound(settled)
+        });
+        let lock = node.and_then(|node| {
+            let locked = self.tree.lock(node);
+            self.sound(locked)
+        });
+        self.unlock(draft.lock);
+        let shorter = self.draft(state, lock?, true);
+        let needs = self.tree.load_needs(shorter.lock.node()).unwrap_or_default();
+        let slots = self.take_slots(Side::Device, &needs);
+        if slots.is_none() {
+            self.unlock(shorter.lock);
+            return None;
         }
-        let start = self.tree.node(at).start as usize;
-        if start + self.tree.len(at) > keep {
-            at = self.tree.split(at, keep - start);
-        }
-        if at != node {
-            self.tree.lock(at);
-            self.tree.unlock(node);
-        }
-        at
+        slots.map(|slots| (shorter, slots))
     }
 
-    fn draft(&self, state: &Request, node: NodeId) -> Draft {
-        let mut draft = Draft { node, device: 0, storage: 0 };
-        for id in self.tree.path(node) {
-            let part = self.tree.node(id);
-            let pages = part.start as usize..part.start as usize + self.tree.len(id);
-            if part.on_device() && !part.loading {
+    fn draft(&self, state: &Request, lock: Lock, may_load: bool) -> Draft {
+        let mut draft = Draft { lock, device: 0, storage: 0, may_load };
+        for node in self.tree.path(draft.lock.node()).unwrap_or_default() {
+            let Ok(part) = self.tree.info(node) else { continue };
+            let pages = part.start as usize..(part.start + part.pages) as usize;
+            if part.on_device && !part.loading {
                 draft.device += pages.len();
             } else {
                 let from = pages.start.max(state.fetched.start);
@@ -178,31 +213,25 @@ impl CacheManager {
         draft
     }
 
-    fn start_load(&mut self, node: NodeId, pages: Vec<u32>) {
-        let mut pairs = Vec::with_capacity(pages.len());
-        let mut start = None;
-        let mut rest = pages.as_slice();
-        for id in self.tree.path(node) {
-            if self.tree.node(id).on_device() {
-                continue;
-            }
-            let (own, others) = rest.split_at(self.tree.len(id).min(rest.len()));
-            rest = others;
-            pairs.extend(self.tree.node(id).host.iter().copied().zip(own.iter().copied()));
-            self.tree.set_device(id, own.to_vec(), true);
-            start.get_or_insert(self.tree.node(id).start);
+    /// Starts to load what the path to `node` lacks into these slots. False, with the slots given back, if it can't be.
+    fn start_load(&mut self, node: NodeId, slots: Slots) -> bool {
+        if slots[Component::Full].is_empty() {
+            return true;
         }
-        for &page in &pages {
-            if let Err(fault) = self.device.give_to_tree(page) {
-                tracing::error!(%fault, "a fresh device page was not the caller's");
-            }
-        }
-        self.tree.lock(node);
+        let begun = self.tree.begin_load(node, slots.clone());
+        let Some(ticket) = self.sound(begun) else {
+            self.give_back_all(Side::Device, slots);
+            return false;
+        };
+        self.give_to_tree(&slots[Component::Full]);
+        let copies = self.tree.load_copies(&ticket).unwrap_or_default();
+        let pairs: Vec<(u32, u32)> =
+            copies.iter().flat_map(|copy| copy.host.iter().copied().zip(copy.device.iter().copied())).collect();
         let id = self.new_id();
         let inline = pairs.len() <= INLINE_PAGES;
         let job = LoadJob::new(id, pairs);
-        self.loads.insert(id, ActiveLoad { lock: node, start: start.unwrap_or(0) });
-        let Some(lower) = &self.lower else { return };
+        self.loads.insert(id, ActiveLoad { ticket, pages: job.pairs.len() });
+        let Some(lower) = &self.lower else { return true };
         if inline {
             let ok = job.pairs.iter().all(|&(from, to)| {
                 // SAFETY: the host page is complete and locked in the tree; the device page is marked as
@@ -213,57 +242,50 @@ impl CacheManager {
         } else {
             lower.load(&job);
         }
+        true
     }
 
     /// A load has ended.
     pub(super) fn loaded(&mut self, id: u64, ok: bool, took: Duration) {
-        let Some(load) = self.loads.remove(&id) else { return };
-        // Nodes may have been cut meanwhile: all from the first page to the locked end were loaded.
-        let loading = self.tree.update_since(load.lock, load.start, |node| node.loading &= !ok);
-        let pages: usize = loading.iter().map(|&id| self.tree.len(id)).sum();
-        self.tree.unlock(load.lock);
+        let Some(ActiveLoad { ticket, pages }) = self.loads.remove(&id) else { return };
+        let ended = self.tree.finish_load(ticket, ok);
+        if let Some(actions) = self.sound(ended) {
+            self.carry_out(actions);
+        }
         if ok {
             let tokens = pages * self.page_size;
             let bytes = pages * self.pool.spec().page_bytes();
             self.count(|counters| &counters.load_back_tokens, tokens);
             self.count(|counters| &counters.load_back_bytes, bytes);
             self.listener.loaded_back(tokens as u64, bytes as u64, took);
-        } else {
-            for &id in loading.iter().rev() {
-                let device = self.tree.cancel_load(id);
-                self.free(Removed { device, host: Vec::new() });
-            }
         }
     }
 
-    fn readiness(&self, end: NodeId) -> Readiness {
-        let mut readiness = Readiness::Ready;
-        for id in self.tree.path(end) {
-            let node = self.tree.node(id);
-            if !node.on_device() {
-                return Readiness::Broken;
-            }
-            if node.loading {
-                readiness = Readiness::Loading;
-            }
-        }
-        readiness
+    pub(super) fn unlock(&mut self, lock: Lock) {
+        let unlocked = self.tree.unlock(lock);
+        self.sound(unlocked);
     }
 
     fn grant(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
-        let path = self.tree.path(draft.node);
-        let pages: Vec<u32> = path.iter().flat_map(|&id| self.tree.node(id).device.iter().copied()).collect();
+        let Draft { lock, device, storage, .. } = draft;
+        let node = lock.node();
+        let pages = self.tree.device_table(Component::Full, node).unwrap_or_default();
         let granted = pages.len();
-        state.phase = Phase::Granted { node: draft.node, committed: granted };
-        self.tree.hit(draft.node);
-        self.used(&path, state.session.clone());
+        state.phase = Phase::Granted { lock, committed: granted };
+        let touched = self.tree.touch(node).and_then(|()| self.tree.prioritize(node, state.hints.priority));
+        self.sound(touched);
+        let counted = self.tree.count_use(node, 0);
+        if let Some(actions) = self.sound(counted) {
+            self.carry_out_for(actions, state.session.as_ref(), 0);
+        }
+        self.used(node);
         let root = self.tree.root(&state.namespace);
         let size = self.page_size;
         let grant = Grant {
             tokens: granted * size,
-            from_device: draft.device * size,
-            from_storage: draft.storage * size,
-            from_host: (granted - draft.device - draft.storage) * size,
+            from_device: device * size,
+            from_storage: storage * size,
+            from_host: (granted - device - storage) * size,
             why: self.misses(state, root, tokens, granted),
             pages,
         };
@@ -283,10 +305,11 @@ impl CacheManager {
 
     fn commit_pages(&mut self, request: RequestId, tokens: &[u32], pages: &mut [u32]) -> Result<(), CacheError> {
         let state = self.requests.get(&request).ok_or(CacheError::UnknownRequest(request))?;
-        let Phase::Granted { node, committed } = state.phase else {
+        let Phase::Granted { lock, committed } = &state.phase else {
             return Err(CacheError::NotGranted(request));
         };
-        let session = state.session.clone();
+        let (from, committed) = (lock.node(), *committed);
+        let (session, priority) = (state.session.clone(), state.hints.priority);
         let whole = tokens.len() / self.page_size;
         if whole <= committed {
             return Ok(());
@@ -301,22 +324,25 @@ impl CacheManager {
         if let Some(&page) = own.iter().find(|&&page| !self.device.is_callers(page)) {
             return Err(CacheError::ForeignPage { request, page });
         }
-        let result = self.tree.insert_device(node, &tokens[committed * self.page_size..whole * self.page_size], own);
-        for &page in &result.adopted {
-            if let Err(fault) = self.device.give_to_tree(page) {
-                tracing::error!(%fault, "the tree was given a page that was not the caller's");
+        let given = own.to_vec();
+        let tokens = &tokens[committed * self.page_size..whole * self.page_size];
+        let inserted = self.tree.insert(Insert { from, tokens, full: own, window: &mut [], state: None, priority });
+        let Some(inserted) = self.sound(inserted) else { return Ok(()) };
+        // What the tree had already it frees as its own.
+        self.give_to_tree(&given[..inserted.pages]);
+        let locked = self.tree.lock(inserted.node);
+        if let Some(lock) = self.sound(locked)
+            && let Some(state) = self.requests.get_mut(&request)
+        {
+            let longer = Phase::Granted { lock, committed: committed + inserted.pages };
+            if let Phase::Granted { lock, .. } = std::mem::replace(&mut state.phase, longer) {
+                self.unlock(lock);
             }
         }
-        self.free_pages(&result.duplicates);
-        self.tree.lock(result.node);
-        self.tree.unlock(node);
-        if let Some(state) = self.requests.get_mut(&request) {
-            state.phase = Phase::Granted { node: result.node, committed: committed + result.pages };
-        }
-        if self.host_policy() == WritePolicy::WriteThrough {
-            for node in result.fresh {
-                self.back_up(node, session.clone());
-            }
+        self.carry_out_for(inserted.actions, session.as_ref(), committed as u32);
+        let joined = self.tree.merge_growing(inserted.node);
+        if self.sound(joined) == Some(true) {
+            self.want_stored(inserted.node);
         }
         Ok(())
     }
@@ -358,28 +384,19 @@ impl CacheManager {
     /// Unlocks what a request holds, and frees the pages of its table that are not the tree's.
     fn let_go(&mut self, state: &mut Request, pages: &[u32]) {
         let phase = std::mem::replace(&mut state.phase, Phase::Queued { ignore_host: false });
-        let (node, committed) = match phase {
+        let (lock, committed) = match phase {
             Phase::Queued { .. } => return self.free_pages(pages),
-            Phase::Loading(draft) => (draft.node, 0),
-            Phase::Granted { node, committed } => (node, committed),
+            Phase::Loading(draft) => (draft.lock, 0),
+            Phase::Granted { lock, committed } => (lock, committed),
         };
         self.free_pages(pages.get(committed..).unwrap_or(&[]));
-        let node_ref = self.tree.reference(node);
-        self.tree.unlock(node);
-        if let Some(node) = self.tree.resolve(node_ref)
-            && !self.tree.node(node).is_root()
-        {
-            self.tree.merge_up(node);
+        let node = lock.node();
+        self.unlock(lock);
+        if self.tree.contains(node) {
+            let joined = self.tree.merge_up(node);
+            self.sound(joined);
             // Its parts may have waited for storage under names that are gone now.
             self.want_stored(node);
         }
     }
-}
-
-/// Whether a path can be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Readiness {
-    Ready,
-    Loading,
-    Broken,
 }

@@ -27,8 +27,8 @@ use super::config::CacheConfig;
 use super::controller::{Controller, Event};
 use super::pool::{DevicePages, HostPool};
 use super::stats::{CacheCounters, CacheEvents, CacheStats};
-use super::tree::Tree;
 use super::types::{CacheError, RequestId};
+use super::unified::{Below, Component, Tree, TreeConfig, TreeError};
 use admit::{ActiveFetch, Request};
 use grant::ActiveLoad;
 use outgoing::Writes;
@@ -97,9 +97,13 @@ impl CacheManager {
         let total = |pages: u32| u64::from(pages) * spec.page_tokens as u64;
         counters.device_total_tokens.store(total(pages), Ordering::Relaxed);
         counters.host_total_tokens.store(total(config.host_pages), Ordering::Relaxed);
-        Ok(CacheManager {
+        let below = if lower.is_some() { Below::Host } else { Below::Nothing };
+        let policy = config.eviction;
+        let tree = Tree::new(TreeConfig { page_size: spec.page_tokens, policy, below, ..TreeConfig::default() });
+        let tree = tree.map_err(|error| CacheError::Config { key: "cache.page_size", problem: error.to_string() })?;
+        let mut cache = CacheManager {
             page_size: spec.page_tokens,
-            tree: Tree::new(spec.page_tokens, config.eviction),
+            tree,
             config,
             device: DevicePages::new(pages),
             pool: device,
@@ -114,7 +118,9 @@ impl CacheManager {
             writes: Writes::default(),
             next_id: 0,
             hasher: RandomState::new(),
-        })
+        };
+        cache.apply_write_policies();
+        Ok(cache)
     }
 
     /// Tokens a page.
@@ -184,13 +190,16 @@ impl CacheManager {
             Event::Stored(report) => self.stored(report),
             Event::Flushed => self.writes.flushes_running = self.writes.flushes_running.saturating_sub(1),
             Event::StorageChanged => self.storage_changed(),
-            Event::Policies(update) => self.config.apply(update),
+            Event::Policies(update) => {
+                self.config.apply(update);
+                self.apply_write_policies();
+            }
         }
     }
 
     fn update_gauges(&self) {
         let set = |gauge: &AtomicU64, value: usize| gauge.store(value as u64, Ordering::Relaxed);
-        let (_, unlocked, _) = self.tree.totals();
+        let unlocked = self.tree.sizes(Component::Full).unlocked;
         let counters = &self.counters;
         set(&counters.device_used_tokens, (self.device.capacity() - self.device.free_count()) * self.page_size);
         set(&counters.device_evictable_tokens, unlocked * self.page_size);
@@ -199,7 +208,7 @@ impl CacheManager {
             set(&counters.host_used_tokens, (host.capacity() - host.free_count()) * self.page_size);
         }
         set(&counters.tree_nodes, self.tree.node_count());
-        set(&counters.backup_pending_pages, self.writes.pending_pages(&self.tree));
+        set(&counters.backup_pending_pages, self.writes.pending_pages());
         set(&counters.prefetches_running, self.fetches.len());
         set(&counters.load_backs_running, self.loads.len());
     }
@@ -227,6 +236,17 @@ impl CacheManager {
 
     fn count(&self, counter: impl Fn(&CacheCounters) -> &AtomicU64, amount: usize) {
         counter(&self.counters).fetch_add(amount as u64, Ordering::Relaxed);
+    }
+
+    /// What the tree answered. It refuses only what is never asked, so a refusal is an error of the cache: it is said, counted, and
+    /// what was to be done is left undone.
+    fn sound<T>(&self, answer: Result<T, TreeError>) -> Option<T> {
+        answer
+            .inspect_err(|error| {
+                self.count(|counters| &counters.misuses, 1);
+                tracing::error!(%error, "the cache's tree refused a step");
+            })
+            .ok()
     }
 
     fn misuse(&self, error: &CacheError) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::config::WritePolicy;
 use crate::cache::controller::Attached;
-use crate::cache::tree::{Node, NodeRef, Tree};
+use crate::cache::unified::{BackupTicket, NodeId, NodeInfo, StoreTicket};
 
 /// How long after a failure a mere use of a page does not queue it for storage again.
 const QUIET_AFTER_FAILURE: Duration = Duration::from_secs(5);
@@ -16,7 +16,7 @@ pub(super) const SELECTIVE_HITS: u32 = 2;
 /// A node that is to be stored, and those split off it since it was queued.
 #[derive(Debug, Clone)]
 pub(super) struct Wanted {
-    pub node: NodeRef,
+    pub node: NodeId,
     pub start: u32,
     pub pages: usize,
     pub attempt: u32,
@@ -29,7 +29,7 @@ pub(super) struct Queue {
     pending: VecDeque<Wanted>,
     /// Sum of the pages in `pending`.
     waiting: usize,
-    queued: HashSet<NodeRef>,
+    queued: HashSet<NodeId>,
     retries: Vec<(Instant, Wanted)>,
 }
 
@@ -92,7 +92,7 @@ impl View {
 
     /// Whether the backend is to be given the pages of a node that are on the host, by its write policy or because it is owed them.
     /// `draining` stands for the end, before which everything goes down that ever would.
-    pub fn is_due(&self, node: &Node, default: WritePolicy, draining: bool) -> bool {
+    pub fn is_due(&self, node: &NodeInfo, default: WritePolicy, draining: bool) -> bool {
         if node.unproven && self.attached.settings().sealed {
             return false;
         }
@@ -100,17 +100,27 @@ impl View {
             || match self.attached.write_policy(default) {
                 WritePolicy::WriteThrough => true,
                 WritePolicy::WriteThroughSelective => node.hits >= SELECTIVE_HITS,
-                WritePolicy::WriteBack => draining || !node.on_device(),
+                WritePolicy::WriteBack => draining || !node.on_device,
             }
     }
 }
 
-/// Pages that a running store job holds.
+/// A copy to the host that runs.
+#[derive(Debug)]
+pub(super) struct Copying {
+    pub ticket: BackupTicket,
+    pub pages: usize,
+}
+
+/// What a running store job holds.
 #[derive(Debug)]
 pub(super) struct Held {
     /// The bit of the backend that they go to.
     pub bit: u64,
+    /// Host pages.
     pub pages: Vec<u32>,
+    /// Nodes, in order.
+    pub tickets: Vec<StoreTicket>,
 }
 
 /// What is on its way down.
@@ -118,8 +128,8 @@ pub(super) struct Held {
 pub(super) struct Writes {
     /// The backends in use, in order.
     pub views: Vec<View>,
-    /// Running copies to the host, with the first page of their node at the start.
-    pub backups: HashMap<NodeRef, u32>,
+    /// Running copies to the host.
+    pub backups: HashMap<u64, Copying>,
     /// Running store jobs.
     pub held: HashMap<u64, Held>,
     pub flushes_running: usize,
@@ -131,15 +141,19 @@ pub(super) struct Writes {
 
 impl Writes {
     /// Pages that wait for storage or are on their way, once a backend.
-    pub fn pending_pages(&self, tree: &Tree) -> usize {
-        let copying: usize =
-            self.backups.keys().filter_map(|&node| tree.resolve(node)).map(|node| tree.len(node)).sum();
+    pub fn pending_pages(&self) -> usize {
+        let copying: usize = self.backups.values().map(|copying| copying.pages).sum();
         let queued: usize = self.views.iter().map(|view| view.queue.pages()).sum();
         queued + copying + self.held.values().map(|held| held.pages.len()).sum::<usize>()
     }
 
     pub fn idle(&self) -> bool {
         self.backups.is_empty() && self.held.is_empty() && self.views.iter().all(|view| view.queue.is_empty())
+    }
+
+    /// The bits of all backends in use.
+    pub fn bits(&self) -> u64 {
+        self.views.iter().fold(0, |bits, view| bits | view.bit)
     }
 
     /// Jobs that write to the backend of this bit.

@@ -2,8 +2,8 @@
 
 use super::CacheManager;
 use super::admit::Request;
-use crate::cache::tree::NodeId;
 use crate::cache::types::{Miss, MissReason};
+use crate::cache::unified::NodeId;
 
 impl CacheManager {
     /// Reasons for the pages of `tokens` after the first `granted` that could have been reused.
@@ -35,7 +35,7 @@ impl CacheManager {
                     | MissReason::NotWorthIt),
                 ) => reason,
                 _ if start == 0 && self.tree.is_elsewhere(root, page) => MissReason::NamespaceDiffers,
-                _ if self.tree.was_evicted(root, start, page) => MissReason::Evicted,
+                _ if self.tree.was_evicted(root, start as u32, page) => MissReason::Evicted,
                 other => other.unwrap_or(MissReason::NotStored),
             };
             misses.push(Miss { start: start * page_size, end: end * page_size, reason });

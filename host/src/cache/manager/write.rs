@@ -9,11 +9,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::CacheManager;
-use super::outgoing::{Held, SELECTIVE_HITS, Wanted};
+use super::outgoing::{Copying, Held, SELECTIVE_HITS, View, Wanted};
 use crate::cache::config::WritePolicy;
 use crate::cache::controller::{BATCH_PAGES, BackupJob, StoreJob, StoreReport, WriteJob};
-use crate::cache::tree::{NodeId, Removed};
 use crate::cache::types::Drained;
+use crate::cache::unified::{BackupRule, Component, NodeId, NodeInfo, Room, Side, Source, StoreTicket};
 
 /// Pause before a page that could not be stored is tried again; doubles with each try.
 const RETRY_PAUSE: Duration = Duration::from_millis(250);
@@ -21,45 +21,38 @@ const RETRY_PAUSE: Duration = Duration::from_millis(250);
 impl CacheManager {
     /// Starts to copy a node that is on the device alone to the host.
     pub(super) fn back_up(&mut self, node: NodeId, session: Option<Arc<str>>) {
-        let state = self.tree.node(node);
-        if self.lower.is_none() || !state.on_device() || !state.host.is_empty() || state.loading {
+        let (Ok(info), Ok(needs)) = (self.tree.info(node), self.tree.backup_needs(node)) else { return };
+        let pages = needs[Component::Full];
+        if self.lower.is_none() || pages == 0 || info.loading {
             return;
         }
-        let pages = self.tree.len(node);
-        let Some(host) = self.alloc_host(pages) else {
-            self.count(|counters| &counters.dropped_host_pressure_tokens, pages * self.page_size);
-            return;
+        let Some(host) = self.take_slots(Side::Host, &needs) else {
+            return self.no_host_room(&needs);
         };
-        self.tree.set_host_backing(node, host.clone());
-        self.tree.lock(node);
-        let reference = self.tree.reference(node);
-        let start = self.tree.node(node).start;
-        self.writes.backups.insert(reference, start);
-        let device = self.tree.node(node).device.clone();
+        let device = self.tree.device_slots(Component::Full, node).map(<[u32]>::to_vec).unwrap_or_default();
+        let begun = self.tree.begin_backup(node, host.clone());
+        let Some(ticket) = self.sound(begun) else {
+            return self.give_back_all(Side::Host, host);
+        };
+        let id = self.new_id();
+        self.writes.backups.insert(id, Copying { ticket, pages });
+        let [host, ..] = host.0;
         if let Some(lower) = &self.lower {
-            lower.back_up(BackupJob { node: reference, start, device, host, session });
+            lower.back_up(BackupJob { id, device, host, session });
         }
     }
 
     /// A copy to the host has ended.
     pub(super) fn backed_up(&mut self, job: BackupJob, ok: bool, took: Duration) {
-        self.writes.backups.remove(&job.node);
-        let Some(tail) = self.tree.resolve(job.node) else {
-            tracing::error!("a node went away under a copy that held it");
-            return;
-        };
-        if ok {
-            self.tree.update_since(tail, job.start, |node| node.backing = false);
-            self.count_host_backup(job.host.len(), took);
-        } else {
-            for node in self.tree.update_since(tail, job.start, |_| {}) {
-                let host = self.tree.cancel_backup(node);
-                self.free(Removed { device: Vec::new(), host });
-            }
+        let Some(Copying { ticket, pages }) = self.writes.backups.remove(&job.id) else { return };
+        let (node, start) = (ticket.node(), ticket.start());
+        let ended = self.tree.finish_backup(ticket, ok);
+        if let Some(actions) = self.sound(ended) {
+            self.carry_out(actions);
         }
-        self.tree.unlock(tail);
         if ok {
-            self.want(tail, job.start, job.session, false);
+            self.count_host_backup(pages, took);
+            self.want(node, start, job.session, false);
         }
     }
 
@@ -78,45 +71,66 @@ impl CacheManager {
     }
 
     /// The policy by which pages are copied to the host: the most eager one.
-    pub(super) fn host_policy(&self) -> WritePolicy {
+    fn host_policy(&self) -> WritePolicy {
         self.write_policies().min().unwrap_or(self.config.write_policy)
     }
 
+    /// Tells the tree when the host is given what is on the device.
+    pub(super) fn apply_write_policies(&mut self) {
+        if self.lower.is_none() {
+            return;
+        }
+        let backup = match self.host_policy() {
+            WritePolicy::WriteThrough => BackupRule::AfterHits(1),
+            WritePolicy::WriteThroughSelective => BackupRule::AfterHits(SELECTIVE_HITS),
+            WritePolicy::WriteBack => BackupRule::OnEviction,
+        };
+        let applied = self.tree.set_rules(backup, self.writes_back());
+        self.sound(applied);
+    }
+
     /// Whether somebody wants what leaves the device.
-    pub(super) fn writes_back(&self) -> bool {
+    fn writes_back(&self) -> bool {
         self.write_policies().any(|policy| policy == WritePolicy::WriteBack)
     }
 
-    /// Whether a backend still waits for pages that are about to leave the host.
-    pub(super) fn is_awaited(&self, node: NodeId) -> bool {
-        let node = self.tree.node(node);
-        let due = |view: &super::outgoing::View| view.is_due(node, self.config.write_policy, self.writes.draining);
-        self.writes.views.iter().any(|view| node.settled & view.bit == 0 && due(view))
+    /// Whether a backend waits for pages of a node that is about to leave the host.
+    fn is_awaited(&self, node: &NodeInfo) -> bool {
+        let due = |view: &View| view.is_due(node, self.config.write_policy, self.writes.draining);
+        self.writes.views.iter().any(|view| node.stored & view.bit == 0 && due(view))
+    }
+
+    /// Host pages of a node were evicted.
+    pub(super) fn left_host(&self, node: &NodeInfo) {
+        let tokens = node.pages as usize * self.page_size;
+        self.count(|counters| &counters.evicted_host_tokens, tokens);
+        if self.is_awaited(node) {
+            self.count(|counters| &counters.backup_dropped_tokens, tokens);
+        }
     }
 
     /// Queues a node, if it is on the host, for the backends that are to be given it.
     pub(super) fn want_stored(&mut self, node: NodeId) {
-        self.want(node, self.tree.node(node).start, None, false);
+        self.want(node, u32::MAX, None, false);
     }
 
     /// As `want_stored`, for what was split off the node since it began at page `start`. `mindful` leaves out backends to which a write
     /// failed lately.
     fn want(&mut self, node: NodeId, start: u32, session: Option<Arc<str>>, mindful: bool) {
-        let state = self.tree.node(node);
-        if !state.host_ready() {
+        let Ok(info) = self.tree.info(node) else { return };
+        if !info.on_host {
             return;
         }
-        let end = state.start as usize + self.tree.len(node);
-        let pages = end.saturating_sub(start as usize);
-        let reference = self.tree.reference(node);
+        let start = start.min(info.start);
+        let pages = (info.start + info.pages - start) as usize;
         let mut queued = false;
         for view in &mut self.writes.views {
-            let known = (state.settled | state.storing) & view.bit != 0;
-            let due = view.is_due(state, self.config.write_policy, self.writes.draining);
+            let known = (info.stored | info.writing) & view.bit != 0;
+            let due = view.is_due(&info, self.config.write_policy, self.writes.draining);
             if known || !due || (mindful && view.is_quiet()) {
                 continue;
             }
-            view.queue.push(Wanted { node: reference, start, pages, attempt: 0, session: session.clone() });
+            view.queue.push(Wanted { node, start, pages, attempt: 0, session: session.clone() });
             queued = true;
         }
         if queued {
@@ -124,27 +138,36 @@ impl CacheManager {
         }
     }
 
-    /// What uses of nodes lead to, by the write policies.
-    pub(super) fn used(&mut self, path: &[NodeId], session: Option<Arc<str>>) {
-        if self.lower.is_none() {
+    /// Joins a node with those before it where nothing tells them apart. What waited for storage under names that are gone waits under
+    /// its name.
+    fn join(&mut self, node: NodeId) {
+        let joined = self.tree.merge_up(node);
+        if self.sound(joined) == Some(true) {
+            self.want_stored(node);
+        }
+    }
+
+    /// What the use of a prefix leads to, by the write policies, for what is on the host already.
+    pub(super) fn used(&mut self, end: NodeId) {
+        let all = self.writes.bits();
+        if all == 0 {
             return;
         }
-        let policy = self.host_policy();
-        let all = self.writes.views.iter().fold(0, |bits, view| bits | view.bit);
-        for &id in path {
-            let node = self.tree.node(id);
-            if all != 0 && node.settled & all == all {
-                continue;
+        let path = self.tree.path(end);
+        for node in self.sound(path).unwrap_or_default() {
+            if self.tree.info(node).is_ok_and(|info| info.stored & all != all) {
+                self.want(node, u32::MAX, None, true);
             }
-            let copy = match policy {
-                WritePolicy::WriteThrough => true,
-                WritePolicy::WriteThroughSelective => node.hits >= SELECTIVE_HITS,
-                WritePolicy::WriteBack => false,
-            };
-            if !node.host.is_empty() {
-                self.want(id, node.start, None, true);
-            } else if copy {
-                self.back_up(id, session.clone());
+        }
+    }
+
+    /// What the tree wants copied down, from page `from` on. What every backend has is not copied.
+    pub(super) fn back_up_nodes(&mut self, nodes: Vec<NodeId>, from: u32, session: Option<&Arc<str>>) {
+        let all = self.writes.bits();
+        for node in nodes {
+            let Ok(info) = self.tree.info(node) else { continue };
+            if info.start >= from && (all == 0 || info.stored & all != all) {
+                self.back_up(node, session.cloned());
             }
         }
     }
@@ -165,9 +188,9 @@ impl CacheManager {
             let due = self.writes.views[at].queue.wake_retries(now);
             next = [next, due].into_iter().flatten().min();
             while self.writes.running(self.writes.views[at].bit) < most {
-                let Some(job) = self.next_store_job(at) else { break };
+                let Some((job, tickets)) = self.next_store_job(at) else { break };
                 shared.host.retain(&job.pages);
-                self.writes.held.insert(job.id, Held { bit: job.bit, pages: job.pages.clone() });
+                self.writes.held.insert(job.id, Held { bit: job.bit, pages: job.pages.clone(), tickets });
                 if let Some(lower) = &self.lower {
                     lower.write(WriteJob::Store(job));
                 }
@@ -177,7 +200,7 @@ impl CacheManager {
     }
 
     /// The next node that waits for backend `at` with those right after it that wait too, up to a batch.
-    fn next_store_job(&mut self, at: usize) -> Option<StoreJob> {
+    fn next_store_job(&mut self, at: usize) -> Option<(StoreJob, Vec<StoreTicket>)> {
         let bit = self.writes.views[at].bit;
         let (first, mut nodes) = loop {
             let wanted = self.writes.views[at].queue.pop()?;
@@ -186,108 +209,106 @@ impl CacheManager {
                 break (wanted, nodes);
             }
         };
-        let mut pages: usize = nodes.iter().map(|&id| self.tree.len(id)).sum();
+        let mut pages = self.pages_of(&nodes);
         while let Some(next) = self.writes.views[at].queue.front() {
             let more = self.storable(next, bit);
-            let length: usize = more.iter().map(|&id| self.tree.len(id)).sum();
-            let follows = more.first().map(|&id| self.tree.node(id).parent) == nodes.last().copied();
-            if more.is_empty() || !follows || pages + length > BATCH_PAGES {
+            let length = self.pages_of(&more);
+            let before = more.first().and_then(|&node| self.tree.parent(node).ok().flatten());
+            if before.is_none() || before != nodes.last().copied() || pages + length > BATCH_PAGES {
                 break;
             }
             pages += length;
             nodes.extend(more);
             self.writes.views[at].queue.pop();
         }
-        let &last = nodes.last()?;
-        let &head = nodes.first()?;
+        let path = self.tree.key_path(*nodes.last()?);
+        let position = self.tree.start(*nodes.first()?);
+        let (path, position) = (self.sound(path)?, self.sound(position)? as usize);
         let mut host = Vec::with_capacity(pages);
-        let mut parts = Vec::with_capacity(nodes.len());
-        for &id in &nodes {
-            let start = self.tree.node(id).start;
-            host.extend_from_slice(&self.tree.node(id).host);
-            parts.push((self.tree.reference(id), start));
-            self.tree.update_since(id, start, |node| node.storing |= bit);
+        let mut tickets = Vec::with_capacity(nodes.len());
+        for node in nodes {
+            let begun = self.tree.begin_store(node, bit, Source::Host);
+            let Some((ticket, slots)) = self.sound(begun).flatten() else { break };
+            host.extend_from_slice(&slots[Component::Full]);
+            tickets.push(ticket);
+        }
+        if host.len() < pages {
+            // Never so: they were looked at a moment ago. What was begun is ended again.
+            tracing::error!(pages, held = host.len(), "nodes that wait for storage cannot be written");
+            self.end_stores(tickets, false);
+            return None;
         }
         let view = &self.writes.views[at];
         let (target, emptied) = (Arc::clone(&view.attached), view.emptied);
-        Some(StoreJob {
+        let job = StoreJob {
             id: self.new_id(),
             target,
             bit,
             emptied,
-            nodes: parts,
-            path: self.tree.key_path(last, self.tree.len(last)),
-            position: self.tree.node(head).start as usize,
+            path,
+            position,
             pages: host,
             session: first.session.as_deref().unwrap_or_default().to_owned(),
             attempt: first.attempt,
-        })
+        };
+        Some((job, tickets))
+    }
+
+    fn pages_of(&self, nodes: &[NodeId]) -> usize {
+        nodes.iter().filter_map(|&node| self.tree.info(node).ok()).map(|info| info.pages as usize).sum()
     }
 
     /// The nodes of an entry that can be stored now in the backend of this bit, in order and without a gap.
     fn storable(&self, wanted: &Wanted, bit: u64) -> Vec<NodeId> {
-        let Some(tail) = self.tree.resolve(wanted.node) else {
-            return Vec::new();
+        let mut nodes = self.tree.parts(wanted.node, wanted.start).unwrap_or_default();
+        let can_be = |node: &NodeId| {
+            self.tree.info(*node).is_ok_and(|info| info.on_host && (info.writing | info.stored) & bit == 0)
         };
-        let mut nodes = Vec::new();
-        let mut at = tail;
-        loop {
-            let node = self.tree.node(at);
-            if node.is_root() || !node.host_ready() || (node.storing | node.settled) & bit != 0 {
-                break;
-            }
-            nodes.push(at);
-            if node.start <= wanted.start {
-                break;
-            }
-            at = node.parent;
+        let first = nodes.iter().rposition(|node| !can_be(node)).map_or(0, |gap| gap + 1);
+        nodes.split_off(first)
+    }
+
+    fn end_stores(&mut self, tickets: Vec<StoreTicket>, stored: bool) {
+        for ticket in tickets {
+            let ended = self.tree.finish_store(ticket, stored);
+            self.sound(ended);
         }
-        nodes.reverse();
-        nodes
     }
 
     /// A write to storage has ended.
     pub(super) fn stored(&mut self, report: StoreReport) {
         let StoreReport { job, stored, unstored, retry } = report;
-        self.writes.held.remove(&job.id);
-        self.release_host(&job.pages);
+        let Some(held) = self.writes.held.remove(&job.id) else { return };
+        self.release_host(&held.pages);
         self.writes.pages_stored += stored as u64;
         let view = self.writes.view_of(&job.target);
         let emptied = view.is_some_and(|at| self.writes.views[at].emptied != job.emptied)
             || job.target.times_emptied() != job.emptied;
         let whole = unstored == 0;
-        let settled = if whole && view.is_some() && !emptied { job.bit } else { 0 };
-        for &(reference, start) in &job.nodes {
-            let Some(tail) = self.tree.resolve(reference) else { continue };
-            self.tree.update_since(tail, start, |node| {
-                node.storing &= !job.bit;
-                node.settled |= settled;
-                node.owed &= !settled;
-            });
-        }
-        let tail = job.nodes.last().and_then(|&(node, _)| self.tree.resolve(node));
-        match (view, tail) {
+        let nodes: Vec<(NodeId, u32)> = held.tickets.iter().map(|ticket| (ticket.node(), ticket.start())).collect();
+        self.end_stores(held.tickets, whole && view.is_some() && !emptied);
+        match (view, nodes.last().copied()) {
             // It left, or was replaced.
             (None, _) => {}
             // What was written may have been in the store when that was emptied, or may be in it now.
-            (Some(_), Some(tail)) if emptied => self.want_stored(tail),
-            (Some(_), Some(tail)) if whole => self.tree.merge_up(tail),
+            (Some(_), Some((tail, _))) if emptied => self.want(tail, nodes[0].1, None, false),
+            (Some(_), Some((tail, _))) if whole => self.join(tail),
             (Some(_), _) if whole || emptied => {}
             (Some(at), _) => {
                 self.writes.views[at].last_failure = Some(Instant::now());
-                self.retry_or_drop(&job, at, unstored, retry);
+                self.retry_or_drop(&job, nodes, at, unstored, retry);
             }
         }
         self.pump_writes();
     }
 
-    fn retry_or_drop(&mut self, job: &StoreJob, view: usize, unstored: usize, retry: bool) {
+    fn retry_or_drop(&mut self, job: &StoreJob, nodes: Vec<(NodeId, u32)>, view: usize, unstored: usize, retry: bool) {
         if !retry || job.attempt >= self.config.backup_retries {
             return self.count(|counters| &counters.backup_dropped_tokens, unstored * self.page_size);
         }
         let at = Instant::now() + RETRY_PAUSE * 2u32.saturating_pow(job.attempt);
-        for &(node, start) in &job.nodes {
-            let pages = self.tree.resolve(node).map_or(0, |id| self.tree.len(id));
+        for (node, start) in nodes {
+            let pages = self.pages_of(&[node]);
             let session = Some(job.session.as_str()).filter(|session| !session.is_empty()).map(Arc::from);
             let wanted = Wanted { node, start, pages, attempt: job.attempt + 1, session };
             self.writes.views[view].queue.retry(at, wanted);
@@ -302,12 +323,19 @@ impl CacheManager {
         if let Err(error) = lower.need_writers(self.writes.views.len()) {
             tracing::error!(%error, "writes to several backends share fewer threads");
         }
-        self.tree.forget_backends(stale);
-        let mut nodes: Vec<NodeId> = self.tree.ids().filter(|&id| self.tree.node(id).host_ready()).collect();
-        nodes.sort_by_key(|&id| self.tree.node(id).start);
-        for node in nodes {
+        self.tree.forget_stores(stale);
+        self.tree.set_stores(self.writes.bits());
+        self.apply_write_policies();
+        for node in self.nodes_from_the_top() {
             self.want_stored(node);
         }
+    }
+
+    /// All nodes, those first that come first in their sequence.
+    fn nodes_from_the_top(&self) -> Vec<NodeId> {
+        let mut nodes: Vec<NodeId> = self.tree.nodes().collect();
+        nodes.sort_by_key(|&node| self.tree.start(node).unwrap_or(0));
+        nodes
     }
 
     /// Writes outstanding backups to storage, at most until `deadline`. Blocks. Under `write_back` this also
@@ -336,19 +364,18 @@ impl CacheManager {
             }
         }
         while self.writes.flushes_running > 0 && self.wait_event(deadline, deadline) {}
-        Drained { stored: self.writes.pages_stored - before, left: self.writes.pending_pages(&self.tree) as u64 }
+        Drained { stored: self.writes.pages_stored - before, left: self.writes.pending_pages() as u64 }
     }
 
     /// Starts to store what write-back kept on the device.
     fn bring_down_what_was_kept(&mut self) {
-        let mut nodes: Vec<NodeId> = self.tree.ids().collect();
-        nodes.sort_by_key(|&id| self.tree.node(id).start);
-        for node in nodes {
+        for node in self.nodes_from_the_top() {
+            let Ok(info) = self.tree.info(node) else { continue };
             // Without evicting: what the host holds waits to be stored as well.
             let room = self.host().map_or(0, |host| host.free_count());
-            if !self.tree.node(node).host.is_empty() {
+            if info.on_host || info.backing {
                 self.want_stored(node);
-            } else if room >= self.tree.len(node) {
+            } else if room >= info.pages as usize {
                 self.back_up(node, None);
             }
         }

@@ -2,6 +2,7 @@
 
 use super::component::{Component, PerComponent};
 use super::node::NodeId;
+use super::query::NodeInfo;
 
 /// One thing to do. Actions are carried out in order, each once, before the tree is asked for anything that depends on free slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +25,21 @@ pub enum Action {
     Backup {
         /// The nodes.
         nodes: Vec<NodeId>,
+    },
+    /// A node left the device and stays on the host: whoever is given pages when they leave is to be given these.
+    LeftDevice {
+        /// The node.
+        node: NodeId,
+    },
+    /// Device pages of full attention left that had no copy on the host.
+    Dropped {
+        /// How many.
+        pages: usize,
+    },
+    /// Host pages of full attention were evicted.
+    LeftHost {
+        /// The node as it was before.
+        node: NodeInfo,
     },
     /// To be answered, after the backups before it have locked what they copy, with [`Tree::cap_states`](super::Tree::cap_states).
     CapStates {

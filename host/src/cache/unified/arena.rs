@@ -29,6 +29,8 @@ impl Entry {
 pub(super) struct Root {
     pub namespace: CacheNamespace,
     pub seed: Option<PageKey>,
+    /// Tells namespaces apart in fingerprints.
+    pub tag: u64,
 }
 
 #[derive(Debug)]
@@ -116,8 +118,9 @@ impl Arena {
 
     pub fn add_root(&mut self, namespace: &CacheNamespace) -> Index {
         let at = self.add(Node::new(NONE, 0, 0, Arc::default()));
+        let tag = self.hasher.hash_one(namespace);
         self.roots.insert(namespace.clone(), at);
-        self.root_info.insert(at, Root { namespace: namespace.clone(), seed: namespace.seed() });
+        self.root_info.insert(at, Root { namespace: namespace.clone(), seed: namespace.seed(), tag });
         at
     }
 
@@ -134,7 +137,8 @@ impl Arena {
     }
 
     pub fn add(&mut self, mut node: Node) -> Index {
-        match self.vacant.pop() {
+        let root = (node.parent != NONE).then(|| self.node(node.parent).root);
+        let at = match self.vacant.pop() {
             Some(at) => {
                 node.generation = self.node(at).generation + 1;
                 self.nodes[at as usize] = node;
@@ -144,7 +148,9 @@ impl Arena {
                 self.nodes.push(node);
                 (self.nodes.len() - 1) as Index
             }
-        }
+        };
+        self.node_mut(at).root = root.unwrap_or(at);
+        at
     }
 
     /// Gives a place free. One whose names are used up is left alone for ever.
@@ -161,6 +167,26 @@ impl Arena {
     fn page<'a>(&self, span: &'a Span) -> &'a [u32] {
         let tokens = span.tokens();
         tokens.get(..self.first_page).unwrap_or(tokens)
+    }
+
+    /// What stands for a page that begins after `start` pages in a namespace, where nothing hangs on a clash.
+    pub fn fingerprint(&self, root: Index, start: u32, page: &[u32]) -> u64 {
+        self.hasher.hash_one((self.tag(root), start, page))
+    }
+
+    /// As `fingerprint`, for the first page of a sequence in any namespace.
+    pub fn first_fingerprint(&self, page: &[u32]) -> u64 {
+        self.hasher.hash_one(page)
+    }
+
+    /// Tells the namespace of a root apart in fingerprints.
+    pub fn tag(&self, root: Index) -> u64 {
+        self.root_info.get(&root).map_or(0, |root| root.tag)
+    }
+
+    /// The tokens by which a node is found.
+    pub fn first_page_of(&self, at: Index) -> &[u32] {
+        self.page(&self.node(at).span)
     }
 
     fn hash(&self, parent: Index, page: &[u32]) -> u32 {

@@ -4,7 +4,7 @@
 //! room. Full attention leaves from the leaves inward; a window or a state leaves the middle of a path by itself, and its node stays as
 //! a tombstone for that component.
 
-use super::action::Actions;
+use super::action::{Action, Actions};
 use super::aux::List;
 use super::component::Component;
 use super::config::TreeError;
@@ -64,6 +64,14 @@ impl Tree {
         Step::Freed(self.tombstone_at(component, at))
     }
 
+    /// As `evict_device`, but what leaves is not copied to the host first.
+    pub fn evict_without_copy(&mut self, component: Component, want: usize) -> Step {
+        let write_back = std::mem::replace(&mut self.config.write_back, false);
+        let step = self.evict_device(component, want);
+        self.config.write_back = write_back;
+        step
+    }
+
     fn trim(&mut self, leaf: Index, want: usize) {
         let pages = self.arena.node(leaf).pages;
         let wanted = u32::try_from(want).unwrap_or(u32::MAX).max(1);
@@ -115,6 +123,7 @@ impl Tree {
             let slots = self.take_device(component, at);
             actions.free_device(component, slots);
         }
+        actions.0.push(Action::LeftDevice { node: self.arena.id(at) });
         actions
     }
 
@@ -151,6 +160,8 @@ impl Tree {
         for &below in order.iter().rev() {
             self.remove(below, &mut actions);
         }
+        let pages = actions.freed_device()[Component::Full];
+        actions.0.push(Action::Dropped { pages });
         Some(actions)
     }
 
@@ -162,7 +173,9 @@ impl Tree {
             let host = self.take_host(component, at);
             actions.free_host(component, host);
         }
-        let parent = self.arena.node(at).parent;
+        let node = self.arena.node(at);
+        let parent = node.parent;
+        self.memory.departed(self.arena.fingerprint(node.root, node.start, self.arena.first_page_of(at)));
         self.arena.unlink(at);
         self.arena.vacate(at);
         self.refresh(parent);
@@ -206,13 +219,17 @@ impl Tree {
             return Step::Freed(actions);
         }
         let Some(at) = self.victim(Tier::Host) else { return Step::Exhausted };
-        if self.arena.node(at).full.on_device() {
+        let on_device = self.arena.node(at).full.on_device();
+        if !on_device {
+            self.trim(at, want);
+        }
+        actions.0.push(Action::LeftHost { node: self.info_at(at) });
+        if on_device {
             for &component in self.components.iter().rev() {
                 let slots = self.take_host(component, at);
                 actions.free_host(component, slots);
             }
         } else {
-            self.trim(at, want);
             self.remove(at, &mut actions);
         }
         Step::Freed(actions)

@@ -29,6 +29,8 @@ pub struct HostInsert<'a> {
     pub stored: u64,
     /// Stores, as bits, that are to be given them whatever their write policy says.
     pub owed: u64,
+    /// Nothing tells whether the pages are right: the store's pages carry no seal.
+    pub unproven: bool,
 }
 
 /// What became of them. Each slot given is the tree's or is freed by an action.
@@ -156,7 +158,9 @@ impl Tree {
                 _ => Span::new(tokens),
             };
             at = self.add_leaf(at, span, length as u32, 0);
-            self.arena.node_mut(at).owed = insert.owed;
+            let node = self.arena.node_mut(at);
+            node.owed = insert.owed;
+            node.unproven |= insert.unproven;
             self.cell_mut(Component::Full, at).stored = insert.stored;
             self.put_host(Component::Full, at, Box::from(&insert.full[part.clone()]));
             result.taken += length;

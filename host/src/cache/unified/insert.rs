@@ -199,11 +199,19 @@ impl Tree {
 
     pub(super) fn add_leaf(&mut self, parent: Index, span: std::sync::Arc<Span>, pages: u32, priority: i32) -> Index {
         self.clock += 1;
-        let mut node = Node::new(parent, self.arena.node(parent).end(), pages, span);
+        let before = self.arena.node(parent);
+        let mut node = Node::new(parent, before.end(), pages, span);
+        // What was computed on top of pages that nothing proves is no better than they are.
+        node.unproven = before.unproven;
         node.created = self.clock;
         node.used = self.clock;
         node.priority = priority;
-        self.enter(node)
+        let at = self.enter(node);
+        if self.arena.node(at).start == 0 {
+            let first = self.arena.first_fingerprint(self.arena.first_page_of(at));
+            self.memory.began(first, self.arena.tag(parent));
+        }
+        at
     }
 
     fn attach_state(&mut self, at: Index, slot: u32, reached: bool, actions: &mut Actions) -> StateOutcome {

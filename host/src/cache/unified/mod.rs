@@ -1,8 +1,8 @@
 //! One radix tree for every kind of model: which slots of which prefix are in which tier.
 //!
 //! A pure core. It decides, and says what is to be done as [`Action`]s; it never touches an allocator, a pool or a store, and knows no
-//! clock but its own counter. [`CacheManager`](super::CacheManager) is to call it in place of the tree that it has now, which knows full
-//! attention alone; until then nothing else does.
+//! clock but its own counter. [`CacheManager`](super::CacheManager) calls it. It uses full attention alone so far: the pools of windows and
+//! states are not its own yet.
 //!
 //! # What it holds
 //!
@@ -43,21 +43,21 @@
 //! | --- | --- |
 //! | `begin` | `find`; `full_pages` and `best` say what storage is asked for, `state_branch` and `window_branch` where to leave a checkpoint |
 //! | prefetch delivered | `insert_host` with the keys of its plan |
-//! | `acquire` | `find`, `settle(best)`, `lock`, so that what is to be loaded does not leave for the slots that it takes; `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `device_table`, `count_use` |
+//! | `acquire` | `find`, `settle(best)`, `lock`, so that what is to be loaded does not leave for the slots that it takes; `readiness`, `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `device_table`, `touch`, `count_use` |
 //! | `commit` | `insert` from the node of the request's lock, `lock` of the new end, `unlock` of the old one, `merge_growing` |
 //! | decoding past a window | `release_window`, and a commit hands over [`NO_SLOT`] for pages let go |
 //! | `finish`, `abort`, `preempt` | `insert` or not, `unlock`, `merge_up` |
-//! | `alloc_pages`, slots of a load or a copy | [`Room`]: the pools, and `evict_device` or `evict_host` step by step for what they lack |
+//! | `alloc_pages`, slots of a load or a copy | `Room`: the pools, and `evict_device` or `evict_host` step by step for what they lack |
+//! | reasons for misses | `was_evicted`, `is_elsewhere` |
 //! | [`Action::Backup`], host tier | `backup_needs`, host slots, `begin_backup`, copy, `finish_backup`, then the queues of the backends |
 //! | a backend's queue | `begin_store` with its bit and [`Source::Host`], `key_path`, write, `finish_store` |
 //! | [`Action::Backup`], linker | `begin_store` with [`Source::Device`], once the step that wrote the pages is over; `finish_store` in the order of completion |
 //! | linker load | `resident` is pinned with [`Parts::FULL`], so that only what is not on the device is loaded; the slots are the request's own until the verdict, and `insert` takes them after it |
 //! | write policy of a backend | `info`: uses, tiers, what is owed to it |
-//! | a backend leaves or was emptied | `set_stores`, `forget_stores` |
-//! | `flush` | `evict_device` and `evict_host` until `Exhausted` |
+//! | a backend comes, leaves or was emptied; a policy changes | `set_stores`, `forget_stores`; `set_rules` |
+//! | `flush` | `evict_without_copy` and `evict_host` until `Exhausted` |
 //!
-//! What the tree does not do: it remembers no pages that left (the manager's reasons for misses do, fed by what it frees), and it
-//! publishes no events.
+//! What the tree does not do: it publishes no events.
 
 mod action;
 mod arena;
@@ -70,8 +70,10 @@ mod host;
 mod insert;
 mod lock;
 mod matching;
+mod memory;
 mod node;
 mod policy;
+mod query;
 mod room;
 mod span;
 mod split;
@@ -92,7 +94,8 @@ pub use lock::{Lock, Parts};
 pub use matching::{Boundary, Match};
 pub use node::NodeId;
 pub use policy::{Policy, SLRU_PROTECTED_HITS};
-pub use room::{Room, SlotPools, Tiers};
+pub use query::{NodeInfo, Readiness};
+pub(crate) use room::{Room, Side};
 pub use span::{KeyPath, Units};
 pub use transfer::{BackupTicket, LoadCopy, LoadTicket, Source, StoreTicket};
-pub use tree::{NodeInfo, Tree};
+pub use tree::Tree;

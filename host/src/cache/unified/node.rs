@@ -99,6 +99,10 @@ pub(super) struct Node {
     pub created: u64,
     /// Stores, as bits, that are to be given the pages whatever their write policy says.
     pub owed: u64,
+    /// Root of its namespace; a root's own place.
+    pub root: Index,
+    /// Pages of it, or before it, came from a store whose pages carry no seal: nothing tells whether they are right.
+    pub unproven: bool,
     pub full: Cell,
     pub generation: u32,
     pub live: bool,
@@ -124,6 +128,8 @@ impl Node {
             used: 0,
             created: 0,
             owed: 0,
+            root: NONE,
+            unproven: false,
             full: Cell::default(),
             generation: 0,
             live: true,

@@ -1,7 +1,5 @@
 //! Which leaf leaves first.
 
-use std::str::FromStr;
-
 /// Hits from which on `slru` protects a node.
 pub const SLRU_PROTECTED_HITS: u32 = 2;
 
@@ -26,17 +24,6 @@ impl Policy {
     /// All policies.
     pub const ALL: [Policy; 5] = [Policy::Lru, Policy::Lfu, Policy::Slru, Policy::Fifo, Policy::Priority];
 
-    /// Name in configurations.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Policy::Lru => "lru",
-            Policy::Lfu => "lfu",
-            Policy::Slru => "slru",
-            Policy::Fifo => "fifo",
-            Policy::Priority => "priority",
-        }
-    }
-
     /// Place in the order of eviction; the smallest leaves first.
     pub(super) fn rank(self, used: u64, created: u64, hits: u32, priority: i32) -> (i64, u64) {
         match self {
@@ -46,16 +33,5 @@ impl Policy {
             Policy::Fifo => (0, created),
             Policy::Priority => (priority.into(), used),
         }
-    }
-}
-
-impl FromStr for Policy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Policy::ALL.into_iter().find(|policy| policy.as_str() == text).ok_or_else(|| {
-            let names: Vec<&str> = Policy::ALL.iter().map(|policy| policy.as_str()).collect();
-            format!("{text:?} is no eviction policy; there are {}", names.join(", "))
-        })
     }
 }

@@ -115,6 +115,14 @@ impl KeyPath {
         self.pages
     }
 
+    /// Keys of all pages of the path, and of the whole pages of the tokens that come after it.
+    pub fn keys_with(&self, rest: &[u32]) -> Vec<PageKey> {
+        let mut keys = self.keys();
+        let prior = keys.last().copied().or(self.seed);
+        keys.extend(self.units.keys(prior, rest, self.page_size));
+        keys
+    }
+
     /// Keys of all pages of the path, in order. What is computed here is kept in the tree's nodes.
     pub fn keys(&self) -> Vec<PageKey> {
         let mut keys = Vec::with_capacity(self.pages);

@@ -41,6 +41,7 @@ impl Tree {
         first.used = node.used;
         first.created = node.created;
         first.owed = node.owed;
+        first.unproven = node.unproven;
         node.span = tail;
         node.start += pages;
         node.pages -= pages;
@@ -62,21 +63,21 @@ impl Tree {
     }
 
     /// Joins a node with those before it as long as nothing tells them apart, so that a sequence that grew page by page does not stay
-    /// a chain of small nodes. The node keeps its name; the others go.
-    pub fn merge_up(&mut self, node: NodeId) -> Result<(), TreeError> {
+    /// a chain of small nodes. The node keeps its name; the others go. Says whether there was any.
+    pub fn merge_up(&mut self, node: NodeId) -> Result<bool, TreeError> {
         self.merge(node, |_, _| true)
     }
 
     /// As `merge_up`, for a sequence that goes on growing: joins with what is before only as long as that is no longer than what it is
     /// joined to. Called after each page this leaves a chain as short as the logarithm of its pages, and copies each page as many times.
-    pub fn merge_growing(&mut self, node: NodeId) -> Result<(), TreeError> {
+    pub fn merge_growing(&mut self, node: NodeId) -> Result<bool, TreeError> {
         self.merge(node, |before, joined| before <= joined)
     }
 
-    fn merge(&mut self, node: NodeId, goes_on: impl Fn(u32, u32) -> bool) -> Result<(), TreeError> {
+    fn merge(&mut self, node: NodeId, goes_on: impl Fn(u32, u32) -> bool) -> Result<bool, TreeError> {
         let at = self.resolve(node)?;
         if self.arena.node(at).is_root() {
-            return Ok(());
+            return Ok(false);
         }
         let most = if self.has(Component::Window) { self.window_pages.min(JOINED_PAGES) } else { JOINED_PAGES };
         let mut run = vec![at];
@@ -91,7 +92,7 @@ impl Tree {
             above = self.arena.node(above).parent;
         }
         if run.len() == 1 {
-            return Ok(());
+            return Ok(false);
         }
         run.reverse();
         run.iter().rev().for_each(|&part| self.arena.unlink(part));
@@ -126,7 +127,7 @@ impl Tree {
         node.hits = node.hits.max(hits);
         self.arena.link(at);
         self.refresh(at);
-        Ok(())
+        Ok(true)
     }
 
     /// Whether a node differs from the only one below it in nothing but its pages, so that nobody holds the one without the other.
@@ -152,6 +153,7 @@ impl Tree {
             && first.children == 1
             && first.host_locks == last.host_locks
             && first.owed == last.owed
+            && first.unproven == last.unproven
             && first.priority == last.priority
             && alike(Component::Full)
             && (!self.has(Component::Window) || alike(Component::Window))

@@ -59,12 +59,22 @@ impl BackupTicket {
     pub fn node(&self) -> NodeId {
         self.lock.node()
     }
+
+    /// Page of the sequence at which it begins.
+    pub fn start(&self) -> u32 {
+        self.start
+    }
 }
 
 impl LoadTicket {
     /// The node that ends what is loaded.
     pub fn node(&self) -> NodeId {
         self.lock.node()
+    }
+
+    /// Page of the sequence from which on host slots are held.
+    pub fn start(&self) -> u32 {
+        self.sources.from
     }
 }
 

@@ -1,33 +1,14 @@
-//! The tree's own state, what can be asked of it, and the steps that all changes are made of.
+//! The tree's own state, and the steps that all changes are made of.
 
 use super::action::Actions;
 use super::arena::Arena;
 use super::aux::{Aux, List};
 use super::component::{Component, PerComponent, Sizes};
 use super::config::{BackupRule, Below, TreeConfig, TreeError};
+use super::memory::Memory;
 use super::node::{Cell, Index, Node, NodeId};
-use super::span::KeyPath;
 use super::victims::VictimQueue;
 use crate::cache::CacheNamespace;
-
-/// What policies look at in a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NodeInfo {
-    /// Pages of the sequence before it.
-    pub start: u32,
-    /// Its pages.
-    pub pages: u32,
-    /// Requests that used it.
-    pub hits: u32,
-    /// The highest priority of a request that inserted it or went through it.
-    pub priority: i32,
-    /// Its full pages are on the device, or on their way there.
-    pub on_device: bool,
-    /// Its full pages can be read on the host.
-    pub on_host: bool,
-    /// Stores, as bits, that are to be given the pages whatever their write policy says.
-    pub owed: u64,
-}
 
 /// The tree.
 #[derive(Debug)]
@@ -43,6 +24,7 @@ pub struct Tree {
     pub(super) host_victims: VictimQueue,
     /// Stores in use, as bits.
     pub(super) stores: u64,
+    pub(super) memory: Memory,
 }
 
 impl Tree {
@@ -66,8 +48,17 @@ impl Tree {
             device_victims: VictimQueue::default(),
             host_victims: VictimQueue::default(),
             stores: 0,
+            memory: Memory::default(),
             config,
         })
+    }
+
+    /// Changes when the tier below is given what is here, for what is used, inserted or evicted from now on.
+    pub fn set_rules(&mut self, backup: BackupRule, write_back: bool) -> Result<(), TreeError> {
+        let config = TreeConfig { backup, write_back, ..self.config };
+        config.check()?;
+        self.config = config;
+        Ok(())
     }
 
     /// Its settings.
@@ -131,116 +122,6 @@ impl Tree {
         if let Some(at) = self.arena.resolve(root) {
             self.arena.retire_root(at);
         }
-    }
-
-    /// Slots in the tree.
-    pub fn sizes(&self, component: Component) -> Sizes {
-        self.sizes[component]
-    }
-
-    /// Nodes but the roots.
-    pub fn node_count(&self) -> usize {
-        self.arena.count()
-    }
-
-    /// Whether the node still is there.
-    pub fn contains(&self, node: NodeId) -> bool {
-        self.arena.resolve(node).is_some()
-    }
-
-    /// What policies look at.
-    pub fn info(&self, node: NodeId) -> Result<NodeInfo, TreeError> {
-        let node = self.arena.node(self.resolve(node)?);
-        Ok(NodeInfo {
-            start: node.start,
-            pages: node.pages,
-            hits: node.hits,
-            priority: node.priority,
-            on_device: node.full.on_device(),
-            on_host: node.full.host_ready(),
-            owed: node.owed,
-        })
-    }
-
-    /// Pages of the sequence that the node ends: the end of its own.
-    pub fn end(&self, node: NodeId) -> Result<u32, TreeError> {
-        Ok(self.arena.node(self.resolve(node)?).end())
-    }
-
-    /// Pages of the sequence before the node.
-    pub fn start(&self, node: NodeId) -> Result<u32, TreeError> {
-        Ok(self.arena.node(self.resolve(node)?).start)
-    }
-
-    /// Nodes from the first after the root down to `node`.
-    pub fn path(&self, node: NodeId) -> Result<Vec<NodeId>, TreeError> {
-        let at = self.resolve(node)?;
-        Ok(self.arena.parts(at, 0).into_iter().map(|at| self.arena.id(at)).collect())
-    }
-
-    /// All nodes but the roots.
-    pub fn nodes(&self) -> impl Iterator<Item = NodeId> + '_ {
-        self.arena.live().filter(|&at| !self.arena.node(at).is_root()).map(|at| self.arena.id(at))
-    }
-
-    /// Device slots of the path to `node`: a page table from position 0. Pages that are not on the device stand as
-    /// [`NO_SLOT`](super::NO_SLOT); for states the slot at the node's end alone.
-    pub fn device_table(&self, component: Component, node: NodeId) -> Result<Vec<u32>, TreeError> {
-        let at = self.resolve(node)?;
-        if component == Component::State {
-            return Ok(self.cell(component, at).device.to_vec());
-        }
-        let mut table = Vec::with_capacity(self.arena.node(at).end() as usize);
-        for part in self.arena.parts(at, 0) {
-            let cell = self.cell(component, part);
-            match cell.on_device() {
-                true => table.extend_from_slice(&cell.device),
-                false => table.resize(table.len() + self.arena.node(part).pages as usize, super::NO_SLOT),
-            }
-        }
-        Ok(table)
-    }
-
-    /// Device slots of the node alone.
-    pub fn device_slots(&self, component: Component, node: NodeId) -> Result<&[u32], TreeError> {
-        Ok(&self.cell(component, self.resolve(node)?).device)
-    }
-
-    /// Host slots of the node alone, filled or being filled.
-    pub fn host_slots(&self, component: Component, node: NodeId) -> Result<&[u32], TreeError> {
-        Ok(&self.cell(component, self.resolve(node)?).host)
-    }
-
-    /// Stores, as bits, that have what the node has of a component.
-    pub fn stored(&self, component: Component, node: NodeId) -> Result<u64, TreeError> {
-        Ok(self.cell(component, self.resolve(node)?).stored)
-    }
-
-    /// The way to the node's end, for computing keys.
-    pub fn key_path(&self, node: NodeId) -> Result<KeyPath, TreeError> {
-        let at = self.resolve(node)?;
-        let parts = self.arena.parts(at, 0);
-        let root = parts.first().map_or(at, |&first| self.arena.node(first).parent);
-        Ok(KeyPath {
-            seed: self.arena.root_info(root).and_then(|root| root.seed),
-            spans: parts.iter().map(|&part| self.arena.node(part).span.clone()).collect(),
-            pages: self.arena.node(at).end() as usize,
-            page_size: self.config.page_size,
-            units: self.config.units,
-        })
-    }
-
-    /// Bytes that the tree takes, without what the allocator adds.
-    pub fn bytes(&self) -> usize {
-        let slots = |cell: &Cell| size_of_val(&*cell.device) + size_of_val(&*cell.host);
-        let aux: usize = self.components[1..]
-            .iter()
-            .map(|&component| {
-                let values: usize = self.arena.live().map(|at| slots(self.cell(component, at))).sum();
-                values + self.aux[component as usize - 1].bytes()
-            })
-            .sum();
-        self.arena.bytes() + aux + self.device_victims.bytes() + self.host_victims.bytes()
     }
 
     pub(super) fn resolve(&self, node: NodeId) -> Result<Index, TreeError> {
@@ -419,6 +300,16 @@ impl Tree {
         }
     }
 
+    /// Gives a node and everything before it at least this priority.
+    pub fn prioritize(&mut self, node: NodeId, priority: i32) -> Result<(), TreeError> {
+        let at = self.resolve(node)?;
+        for part in self.arena.parts(at, 0) {
+            let node = self.arena.node_mut(part);
+            node.priority = node.priority.max(priority);
+        }
+        Ok(())
+    }
+
     /// Counts that a request uses the nodes that begin at page `from` or later, up to `node`, and says which of them are to be backed up
     /// now. A request counts a node once: it passes as `from` where it ended the time before.
     pub fn count_use(&mut self, node: NodeId, from: u32) -> Result<Actions, TreeError> {
@@ -435,7 +326,7 @@ impl Tree {
             node.hits = node.hits.saturating_add(1);
         }
         let BackupRule::AfterHits(threshold) = self.config.backup else { return };
-        if self.config.below == Below::Nothing || self.config.write_back {
+        if self.config.below == Below::Nothing {
             return;
         }
         let due = |at: Index| self.arena.node(at).hits >= threshold && self.lacks_backup(at);

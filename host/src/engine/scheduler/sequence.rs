@@ -165,7 +165,11 @@ impl Sequence {
 
     /// What the cache must know of the reuse of this sample.
     pub fn hints(&self) -> ReuseHints {
-        ReuseHints { session_id: self.group.session_id.clone(), reuse_limit: self.next_prompt_row() }
+        ReuseHints {
+            session_id: self.group.session_id.clone(),
+            reuse_limit: self.next_prompt_row(),
+            priority: self.group.priority,
+        }
     }
 
     /// Tokens for which pages should be set aside: what is known and a part `ratio` of what may

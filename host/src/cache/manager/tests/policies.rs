@@ -240,6 +240,41 @@ fn lru_keeps_the_last_used_and_lfu_the_most_used() {
     }
 }
 
+/// What a request of a higher priority inserted stays, however long ago that was; what came first leaves first; what was used again stays.
+#[test]
+fn priority_fifo_and_slru_decide_who_leaves() {
+    for (policy, left) in [(EvictionPolicy::Priority, 2), (EvictionPolicy::Fifo, 1), (EvictionPolicy::Slru, 3)] {
+        let mut rig = Rig::new(28, CacheConfig { eviction: policy, ..config(0) });
+        let prompts: Vec<Vec<u32>> = (1..=3).map(|n| tokens(n, 8 * PAGE + 1)).collect();
+        let run = |rig: &mut Rig, prompt: &[u32], priority: i32| {
+            let id = rig.next;
+            rig.next += 1;
+            rig.cache.begin(id, prompt, &CacheNamespace::default(), &ReuseHints { priority, ..ReuseHints::default() });
+            let grant = rig.acquire(id, prompt);
+            rig.complete(id, &grant, prompt, &CacheNamespace::default());
+        };
+        for (prompt, priority) in prompts.iter().zip([7, 1, 4]) {
+            run(&mut rig, prompt, priority);
+        }
+        run(&mut rig, &prompts[1], 2);
+        run(&mut rig, &prompts[0], 0);
+        // 24 of 28 pages are cached; 8 more need 4 of them.
+        run(&mut rig, &tokens(9, 8 * PAGE), 9);
+        let found: Vec<usize> = prompts
+            .iter()
+            .map(|prompt| {
+                let id = rig.request(prompt, &CacheNamespace::default());
+                let tokens = rig.acquire(id, prompt).tokens;
+                rig.cache.abort(id, Vec::new());
+                tokens / PAGE
+            })
+            .collect();
+        let expected: Vec<usize> = (1..=3).map(|n| if n == left { 4 } else { 8 }).collect();
+        assert_eq!(found, expected, "{policy}");
+        rig.check();
+    }
+}
+
 /// Locked pages stay; what is left when they are all locked is none.
 #[test]
 fn running_requests_keep_their_pages() {

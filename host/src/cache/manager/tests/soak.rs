@@ -98,7 +98,7 @@ fn soak(seed: u64) {
         prefetch_policy: waits[random.below(3)],
         prefetch_timeout_base: Duration::from_millis(3),
         break_even: [BreakEvenMode::Off, BreakEvenMode::Auto][random.below(2)],
-        eviction: [EvictionPolicy::Lru, EvictionPolicy::Lfu][random.below(2)],
+        eviction: EvictionPolicy::ALL[random.below(5)],
         host_layout: LAYOUTS[random.below(4)],
         ..config(20 + random.below(40) as u32)
     };

@@ -4,6 +4,7 @@ mod evict;
 mod insert;
 mod keys;
 mod locks;
+mod marks;
 mod matching;
 mod model;
 mod model_ops;

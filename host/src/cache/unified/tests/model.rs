@@ -224,7 +224,11 @@ impl Model {
                 Action::FreeHost { component, slots } => {
                     slots.into_iter().for_each(|slot| self.free(false, component, slot, false));
                 }
-                Action::Backup { .. } | Action::CapStates { .. } => {}
+                Action::Backup { .. }
+                | Action::CapStates { .. }
+                | Action::LeftDevice { .. }
+                | Action::Dropped { .. }
+                | Action::LeftHost { .. } => {}
             }
         }
         self.forget_empty();

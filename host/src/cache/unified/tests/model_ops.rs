@@ -127,6 +127,7 @@ impl Model {
             state,
             stored: 1,
             owed: 0,
+            unproven: false,
         };
         let result = self.tree.insert_host(insert).unwrap();
         self.tree.retire_root(root);
@@ -219,7 +220,7 @@ impl Model {
             match self.random.one_in(2) {
                 true => self.tree.merge_up(node).unwrap(),
                 false => self.tree.merge_growing(node).unwrap(),
-            }
+            };
         }
     }
 

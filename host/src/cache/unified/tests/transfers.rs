@@ -151,6 +151,7 @@ fn pages_from_a_store_fill_what_is_missing() {
         state: Some(30),
         stored: 1,
         owed: 2,
+        unproven: false,
     };
     let inserted = rig.tree.insert_host(insert).unwrap();
     assert_eq!((inserted.taken, inserted.orphaned, inserted.actions), (6, false, Actions::default()));
@@ -168,6 +169,7 @@ fn pages_from_a_store_fill_what_is_missing() {
         state: Some(44),
         stored: 1,
         owed: 0,
+        unproven: false,
     };
     let twice = rig.tree.insert_host(twice).unwrap();
     assert_eq!((twice.taken, twice.actions.freed_host()), (0, PerComponent([2, 0, 1])));
@@ -182,6 +184,7 @@ fn pages_from_a_store_fill_what_is_missing() {
         state: None,
         stored: 1,
         owed: 0,
+        unproven: false,
     };
     let orphan = rig.tree.insert_host(orphan).unwrap();
     assert_eq!((orphan.orphaned, orphan.actions.freed_host()), (true, PerComponent([1, 0, 0])));
