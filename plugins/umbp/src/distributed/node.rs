@@ -83,7 +83,7 @@ pub struct Node {
     trouble: Mutex<Option<String>>,
     /// Heartbeats that came to nothing.
     lost: AtomicU64,
-    /// When the master last took one.
+    /// When the last one was sent that the master took.
     heard: Mutex<Instant>,
 }
 
@@ -297,13 +297,15 @@ impl Node {
                 tier_kv_counts: vec![TierKvCount { tier: tier::DRAM, count: held.objects }],
                 logical_tier_capacities: Vec::new(),
             };
+            // An answer may be read long after it came, as by a process that stood still.
+            let sent = Instant::now();
             let answer = match self.master.heartbeat(request, &Limit::within(time)) {
                 Ok(answer) => answer,
                 Err(failed) => return Err(failed.text),
             };
             if answer.status == ALIVE && !answer.request_full_sync {
                 let more = self.pool.taken(&beat, answer.acked_seq);
-                *self.heard.lock() = Instant::now();
+                *self.heard.lock() = sent;
                 self.well();
                 if more {
                     continue;
