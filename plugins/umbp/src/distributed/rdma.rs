@@ -228,7 +228,8 @@ mod tests {
     #[test]
     fn ranges_are_cut_at_pages_and_joined_where_they_follow_one_another() {
         let piece = |base: usize, len| Piece { base: base as *mut u8, len };
-        let shape = |moves: Vec<Move>| -> Vec<(u64, u64, Vec<(usize, usize)>)> {
+        type Shape = (u64, u64, Vec<(usize, usize)>);
+        let shape = |moves: Vec<Move>| -> Vec<Shape> {
             let pieces = |one: &Move| one.pieces.iter().map(|piece| (piece.iov_base as usize, piece.iov_len)).collect();
             moves.iter().map(|one| (one.address, one.len, pieces(one))).collect()
         };
