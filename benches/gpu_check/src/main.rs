@@ -177,3 +177,6 @@ fn model(
     }
     Ok(text)
 }
+
+#[cfg(test)]
+mod tests;

@@ -159,6 +159,9 @@ impl Arg {
     }
 }
 
+/// Tells the memory that a kernel touches, piece by piece.
+pub type Touches<'a> = dyn Fn(&mut dyn FnMut(Touch)) + 'a;
+
 /// A launch of a kernel.
 pub struct Launch<'a> {
     /// Blocks.
@@ -170,7 +173,7 @@ pub struct Launch<'a> {
     /// Arguments, in order.
     pub args: &'a [Arg],
     /// Tells what the kernel touches beside what the arguments say: pages that a table names, say. Called only by who wants to know.
-    pub touches: &'a dyn Fn(&mut dyn FnMut(Touch)),
+    pub touches: &'a Touches<'a>,
 }
 
 /// A launch that touches nothing but what its arguments say.

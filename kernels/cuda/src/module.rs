@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::code::CodeSource;
-use super::driver::{Arg, Driver, Function, Launch, Module, Touch, nothing_more};
+use super::driver::{Arg, Driver, Function, Launch, Module, Touches, nothing_more};
 use super::memory::{Queue, failed};
 use super::units::Unit;
 use kvdock_kernels::KernelError;
@@ -104,7 +104,7 @@ impl Kernels {
         name: &str,
         extent: Extent,
         args: &[Arg],
-        touches: &dyn Fn(&mut dyn FnMut(Touch)),
+        touches: &Touches<'_>,
         queue: &Queue,
     ) -> Result<(), KernelError> {
         if extent.grid.contains(&0) {

@@ -1,6 +1,6 @@
 //! That the fake driver finds what is wrong: each fault that a program could have, planted by hand.
 
-use kvdock_cuda::driver::{Access, Arg, Driver, Event, Launch, Stream, Touch, nothing_more};
+use kvdock_cuda::driver::{Access, Arg, Driver, Event, Launch, Stream, Touch, Touches, nothing_more};
 
 use super::fake::Fake;
 
@@ -136,7 +136,7 @@ fn kernels_are_known_by_what_they_touch() {
     let two = two();
     let module = two.fake.load(&[]).unwrap();
     let kernel = two.fake.function(module, "k").unwrap();
-    let launch = |args: &[Arg], touches: &dyn Fn(&mut dyn FnMut(Touch)), stream| {
+    let launch = |args: &[Arg], touches: &Touches<'_>, stream| {
         let launch = Launch { grid: [1; 3], block: [32, 1, 1], shared: 0, args, touches };
         // SAFETY: the fake runs nothing of this module.
         unsafe { two.fake.launch(kernel, &launch, stream).unwrap() }
