@@ -201,11 +201,9 @@ fn a_peer_that_never_stopped_sending_kept_a_thread_for_itself() {
     let port = segment.server.handshake_port();
     let floods: Vec<_> = (0..4)
         .map(|_| {
-            std::thread::spawn(move || {
-                let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-                stream.write_all(&[3, 0, 0, 0, 0, 0, 0, 0, 1, b'{', b'}']).unwrap();
-                while stream.write_all(&[0; 1 << 16]).is_ok() {}
-            })
+            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            stream.write_all(&[3, 0, 0, 0, 0, 0, 0, 0, 1, b'{', b'}']).unwrap();
+            std::thread::spawn(move || while stream.write_all(&[0; 1 << 16]).is_ok() {})
         })
         .collect();
     let limit = Limit::within(Duration::from_secs(60));
