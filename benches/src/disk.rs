@@ -13,6 +13,7 @@ use rustix::fs::Advice;
 use crate::fio::{Direction, Job};
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::{Rounds, side_by_side};
+use crate::sglang::{FileBackend, MISSING};
 use crate::{Bench, store};
 
 /// Bytes that one sample moves, unless a single call is more.
@@ -35,7 +36,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let write = format!("file plugin, durable write, pages of {size}, batch {batch} (MB/s), peer {peer}");
         let read = format!("file plugin, cold read, pages of {size}, batch {batch} (MB/s), peer fio");
         let wanted = [bench.wants(&write), bench.wants(&read)];
-        if wanted == [false, false] {
+        let beside = small && sglang_names(&size, batch).iter().any(|name| bench.wants(name));
+        if wanted == [false, false] && !beside {
             continue;
         }
         let shape = Shape { page_bytes: kib * 1024, batch, sync_every: if small { batch as u32 } else { 0 } };
@@ -49,6 +51,9 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
                 let (better, goal) = (Better::More, Goal::Ratio(0.9));
                 report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
             }
+        }
+        if beside {
+            sides.beside_sglang(bench, report, sglang_names(&size, batch))?;
         }
         sides.clean_up()?;
     }
@@ -70,6 +75,12 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         sides.clean_up()?;
     }
     Ok(())
+}
+
+fn sglang_names(size: &str, batch: u64) -> [String; 2] {
+    ["durable write", "cold read"].map(|what| {
+        format!("file plugin, {what}, pages of {size}, batch {batch} (MB/s), peer SGLang's file backend, which syncs nothing")
+    })
 }
 
 /// What is moved, and how.
@@ -120,6 +131,26 @@ impl Sides {
             Direction::Write => side_by_side(rounds, || self.write(), || job.run()),
             Direction::Read => side_by_side(rounds, || self.read(false), || job.run()),
         }
+    }
+
+    fn beside_sglang(&mut self, bench: &Bench, report: &mut Report, names: [String; 2]) -> Result<()> {
+        let folder = bench.scratch.join("sglang");
+        let Some(mut theirs) = FileBackend::open(&folder, self.shape.page_bytes, self.shape.batch)? else {
+            return names.iter().try_for_each(|name| report.skip(name, MISSING));
+        };
+        let (calls, sample) = (self.calls(), self.sample() as f64);
+        let [write, read] = names;
+        let mut row = |name, (ours, peer): (f64, f64)| {
+            let (better, goal) = (Better::More, Goal::Ratio(3.0));
+            report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })
+        };
+        row(write, side_by_side(bench.rounds, || self.write(), || Ok(sample / theirs.put(calls)?))?)?;
+        let theirs = || {
+            drop_from_page_cache(&folder)?;
+            Ok(sample / theirs.get(calls)?)
+        };
+        row(read, side_by_side(bench.rounds, || self.read(false), theirs)?)?;
+        std::fs::remove_dir_all(&folder).with_context(|| format!("can't remove {}", folder.display()))
     }
 
     /// Calls of a sample.

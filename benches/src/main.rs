@@ -3,6 +3,7 @@
 //! `cargo xtask bench` fetches the peers and starts it. Each row alternates between the two sides and
 //! compares medians, so that whatever else the machine does meets both.
 
+mod asked;
 mod boundary;
 mod break_even;
 mod burst;
@@ -22,6 +23,7 @@ mod plot;
 mod restart;
 mod row;
 mod sample;
+mod sglang;
 mod start;
 mod store;
 mod stored;

@@ -14,6 +14,7 @@ use kvdock::cache::unified::{Component, Insert, NodeId, Step, Tree, TreeConfig};
 use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
 use crate::sample::side_by_side;
+use crate::sglang::{MISSING, NativeTree};
 
 /// Tokens of a page.
 const PAGE: usize = 16;
@@ -23,6 +24,10 @@ const KEY: usize = 2048;
 const PAGES: usize = KEY / PAGE;
 /// Keys of a sample: few enough that, as in a server, the key is in a near cache when it is looked up; what the index has is not.
 const SAMPLE: usize = 64;
+
+/// Pages beside which SGLang's core is measured as well, and how many times faster ours is to be.
+const BESIDE_SGLANG: usize = 1_000_000;
+const FASTER: f64 = 3.0;
 
 /// A small generator: what is measured is the same in every run.
 struct Random(u64);
@@ -179,7 +184,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let inserting =
             format!("tree, insert of 2,048 tokens into full {shown} pages (us), peer flat map of whole keys");
         let memory = format!("tree, memory a page of {shown} (B), peer its tokens and number alone");
-        if ![&matching, &part, &inserting, &memory].into_iter().any(|name| bench.wants(name)) {
+        let [theirs, theirs_too] = sglang_names(shown);
+        if ![&matching, &part, &inserting, &memory, &theirs, &theirs_too].into_iter().any(|name| bench.wants(name)) {
             continue;
         }
         let sides = RefCell::new(Sides::new(pages)?);
@@ -189,9 +195,35 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let sampled =
             side_by_side(bench.rounds, || sides.borrow_mut().insert_tree(), || sides.borrow_mut().insert_map())?;
         report.add(row(inserting, sampled))?;
+        if pages == BESIDE_SGLANG {
+            beside_sglang(bench, report, &sides, shown)?;
+        }
         let sides = sides.into_inner();
         let bytes = sides.tree.bytes() as f64 / sides.tree.sizes(Component::Full).device as f64;
         report.add(row(memory, (bytes, (PAGE + 1) as f64 * 4.0)))?;
     }
     Ok(())
+}
+
+fn sglang_names(pages: &str) -> [String; 2] {
+    ["match of 2,048 tokens beside", "insert of 2,048 tokens into full"]
+        .map(|what| format!("tree, {what} {pages} pages (us), peer SGLang's native core through its binding"))
+}
+
+/// Ours makes room for what it inserts; theirs is not full and needs none.
+fn beside_sglang(bench: &Bench, report: &mut Report, sides: &RefCell<Sides>, shown: &str) -> Result<()> {
+    let [matching, inserting] = sglang_names(shown);
+    if ![&matching, &inserting].into_iter().any(|name| bench.wants(name)) {
+        return Ok(());
+    }
+    let Some(theirs) = NativeTree::filled(BESIDE_SGLANG, KEY)? else {
+        return [matching, inserting].iter().try_for_each(|name| report.skip(name, MISSING));
+    };
+    let theirs = RefCell::new(theirs);
+    let each = |seconds: f64| seconds * 1e6 / SAMPLE as f64;
+    let row = |name, (ours, peer)| Row { name, ours, peer, better: Better::Less, goal: Goal::Ratio(FASTER) };
+    let matches = || Ok(each(theirs.borrow_mut().matches(SAMPLE)?));
+    report.add(row(matching, side_by_side(bench.rounds, || sides.borrow_mut().match_tree(KEY), matches)?))?;
+    let inserts = || Ok(each(theirs.borrow_mut().inserts(SAMPLE)?));
+    report.add(row(inserting, side_by_side(bench.rounds, || sides.borrow_mut().insert_tree(), inserts)?))
 }

@@ -21,6 +21,9 @@ pub struct Options {
     /// Also write the rows to this file, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also fetch SGLang, 5 GB with torch, and measure its tree core and its file backend.
+    #[arg(long)]
+    sglang: bool,
     /// Only the rows whose names contain one of these. The word `growth` alone measures how costs grow with the cache, in place of rows.
     rows: Vec<String>,
 }
@@ -53,6 +56,9 @@ fn rows(options: &Options) -> Result<ExitCode> {
     }
     if let Err(error) = umbp::fetch() {
         eprintln!("warning: the real UMBP client can't be had, rows beside it are skipped: {error:#}");
+    }
+    if options.sglang {
+        fetch_sglang()?;
     }
     let packages = ["kvdock", "kvdock-plugin-file", "kvdock-plugin-mooncake", "kvdock-plugin-umbp", "kvdock-benches"];
     let mut build = cargo();
@@ -109,6 +115,29 @@ fn fetch_llama() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Fetches SGLang, and those of the packages it needs that its tree core and file backend import.
+fn fetch_sglang() -> Result<()> {
+    let folder = paths::cache().join("peers").join("sglang-0.5.23");
+    let mark = folder.join("complete");
+    if mark.exists() {
+        return Ok(());
+    }
+    eprintln!("fetching SGLang 0.5.23 and torch (Python packages, 5 GB)");
+    let packages = ["numpy", "pydantic", "xxhash", "psutil", "pybase64", "packaging", "pillow", "starlette", "msgspec"];
+    let more = ["torch==2.14.1", "pyzmq", "tqdm", "aiohttp"];
+    let parts: [(&[&str], &[&str]); 2] = [(&["--no-deps"], &["sglang==0.5.23"]), (&packages, &more)];
+    for (first, second) in parts {
+        run_command(
+            command("python3")
+                .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--root-user-action=ignore"])
+                .args(["--upgrade", "--target", paths::text(&folder)?])
+                .args(first)
+                .args(second),
+        )?;
+    }
+    std::fs::write(&mark, "0.5.23").with_context(|| format!("can't write {}", mark.display()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,7 +145,7 @@ mod tests {
     #[test]
     fn growth_is_asked_for_alone() {
         let rows = vec!["growth".to_owned(), "decode".to_owned()];
-        let error = run(&Options { quick: true, pictures: None, json: None, rows }).unwrap_err();
+        let error = run(&Options { quick: true, pictures: None, json: None, sglang: false, rows }).unwrap_err();
         assert!(error.to_string().contains("alone"), "{error}");
     }
 }

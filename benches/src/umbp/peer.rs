@@ -1,25 +1,22 @@
 //! The other sides: the published UMBP client in a process of its own, and a copy in memory.
 
-use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::Result;
 use kvdock_tests::paths;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::BATCH;
+use crate::asked::Asked;
 
 /// The release that `cargo xtask bench` fetches.
 const RELEASE: &str = "1.2.4";
 
 /// A store of the real UMBP.
 pub struct Peer {
-    child: Child,
-    // None once it has been told to end.
-    input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
+    asked: Asked,
     /// Batches that were put.
     put: u64,
 }
@@ -33,7 +30,8 @@ impl Peer {
         let (root, home) = (paths::workspace(), paths::workspace().join(format!(".cache/umbp-{RELEASE}")));
         // Libraries of it do not find their way through links.
         let Ok(home) = home.canonicalize() else { return Ok(Err(format!("the real UMBP {RELEASE} is not here"))) };
-        let mut child = Command::new(root.join("plugins/umbp/tests/peer/run.sh"))
+        let mut command = Command::new(root.join("plugins/umbp/tests/peer/run.sh"));
+        command
             .arg(home)
             .arg("python")
             .arg(root.join("benches/peers/umbp.py"))
@@ -42,48 +40,16 @@ impl Peer {
                 ("UMBP_SSD_READ_LEASE_MS", "1"),
                 ("UMBP_DRAM_READ_LEASE_MS", "1"),
                 ("MORI_GLOBAL_LOG_LEVEL", "error"),
-            ])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .context("can't start the real UMBP")?;
-        let input = child.stdin.take();
-        let output = BufReader::new(child.stdout.take().context("its output is a pipe")?);
-        let mut peer = Peer { child, input, output, put: 0 };
+            ]);
+        let mut asked = Asked::start("the real UMBP", &mut command)?;
         let medium = if disk { "ssd" } else { "dram" };
-        match peer.ask(&json!(["open", medium, bytes, BATCH, capacity, folder])) {
-            Ok(_) => Ok(Ok(peer)),
-            Err(error) => match peer.end()? {
+        match asked.ask(&json!(["open", medium, bytes, BATCH, capacity, folder])) {
+            Ok(_) => Ok(Ok(Peer { asked, put: 0 })),
+            Err(error) => match asked.end()? {
                 Some(3) => Ok(Err("there is no CPython 3.12, for which the real UMBP client is made".to_owned())),
                 _ => Err(error),
             },
         }
-    }
-
-    /// Has it end by itself, and gives its exit status.
-    fn end(&mut self) -> Result<Option<i32>> {
-        self.input = None;
-        Ok(self.child.wait().context("the real UMBP")?.code())
-    }
-
-    fn ask(&mut self, request: &Value) -> Result<Value> {
-        let ended = || anyhow!("the real UMBP ended at {request}");
-        let input = self.input.as_mut().ok_or_else(ended)?;
-        writeln!(input, "{request}").map_err(|_| ended())?;
-        let mut line = String::new();
-        if self.output.read_line(&mut line).context("the real UMBP")? == 0 {
-            return Err(ended());
-        }
-        let answer: Value = serde_json::from_str(&line).context("the answer of the real UMBP")?;
-        match answer.get("answer") {
-            Some(answer) => Ok(answer.clone()),
-            None => bail!("the real UMBP, asked {request}: {answer}"),
-        }
-    }
-
-    fn seconds(&mut self, request: &Value) -> Result<f64> {
-        self.ask(request)?.as_f64().context("the real UMBP answers with seconds")
     }
 
     /// Seconds of putting so many new batches.
@@ -93,7 +59,7 @@ impl Peer {
     pub fn put(&mut self, calls: u64) -> Result<f64> {
         let first = self.put;
         self.put += calls;
-        self.seconds(&json!(["put", first, calls]))
+        self.asked.seconds(&json!(["put", first, calls]))
     }
 
     /// Seconds of getting those that were put last.
@@ -101,14 +67,7 @@ impl Peer {
     /// # Errors
     /// When it does not have them all.
     pub fn get(&mut self, calls: u64) -> Result<f64> {
-        self.seconds(&json!(["get", self.put.saturating_sub(calls), calls]))
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.asked.seconds(&json!(["get", self.put.saturating_sub(calls), calls]))
     }
 }
 
