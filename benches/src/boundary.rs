@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use kvdock::cache::Guarded;
 use kvdock::config::BackendTable;
 use kvdock::plugin::backend::{
-    CallOptions, ChainInfo, HostPoolDescription, HostPoolSegment, PageStatus, StorageBackend,
+    CallOptions, ChainInfo, Held, HostPoolDescription, HostPoolSegment, PageStatus, PoolGroup, PoolHit, StorageBackend,
 };
 use kvdock::plugin::instance::Instance;
 use kvdock::plugin::open::{OpenRequest, open};
@@ -66,12 +66,12 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let key = [[1; 32]];
     let stored = &mut [PageStatus::Unset];
     let limit = CallOptions::within(Duration::from_secs(60));
-    instance.batch_set(&limit, &key, &[0], &ChainInfo::default(), stored)?;
+    instance.batch_set(&limit, PoolGroup::Full, &key, &[0], &ChainInfo::default(), stored)?;
     ensure!(stored == &[PageStatus::Ok], "the key was not stored: {stored:?}");
     if bench.wants(worker) {
         let once = || {
             let options = CallOptions::within(Duration::from_secs(60));
-            Ok(instance.batch_exists(&options, &key, &ChainInfo::default())?.longest() == 1)
+            Ok(instance.batch_exists(&options, &key, &Held::default(), &ChainInfo::default())?.longest() == 1)
         };
         let (ours, peer) = side_by_side(bench.rounds, || around(once), raw)?;
         report.add(Row { name: worker.to_owned(), ours, peer, better: Better::Less, goal: Goal::None })?;
@@ -162,8 +162,11 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
         config: BackendTable::new("bench-keys"),
         folders: vec![PathBuf::from(folder)],
         identity: Arc::new(WorkerIdentity::new(namespace, "bench", [0; 32])),
-        pool: HostPoolDescription {
+        pools: Arc::from([HostPoolDescription {
             name: "kv".to_owned(),
+            group: PoolGroup::Full,
+            hit: PoolHit::AllPages,
+            logical: false,
             layout: "page_first".to_owned(),
             dtype: Dtype::F16,
             pages: 1,
@@ -175,7 +178,7 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
             fd: -1,
             segments: vec![HostPoolSegment { offset: 0, stride: PAGE, len: PAGE }],
             components: vec![],
-        },
+        }]),
         state: Arc::new(StateCell::new("bench-keys", Box::new(|_| {}))),
         calls: Arc::default(),
     };

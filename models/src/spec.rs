@@ -107,7 +107,7 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// The one pool's shape, for an engine that holds no other.
+    /// The one pool's shape, for a pass over no other ([`crate::Model::forward`]).
     ///
     /// # Errors
     /// The pools that the model needs instead.
@@ -115,8 +115,8 @@ impl ModelSpec {
         self.kv.ok_or_else(|| {
             let names: Vec<&str> = self.pools.iter().map(|pool| pool.name).collect();
             format!(
-                "a model of the family {} keeps its cache in {} pools ({}); this version serves models that can do with \
-                 one pool of keys and values",
+                "a model of the family {} keeps its cache in {} pools ({}); this takes models that can do with one pool of \
+                 keys and values",
                 self.family,
                 names.len(),
                 names.join(", ")

@@ -142,7 +142,7 @@ impl Rig {
             self.wait(Instant::now() + Duration::from_millis(1));
             self.cache.tick();
         };
-        self.cache.commit(id, &tokens, &mut pages)?;
+        self.cache.commit(id, &tokens, &mut pages, &mut [])?;
         self.cache.finish(id, &tokens, pages);
         self.cache.tick();
         Ok(())

@@ -4,8 +4,8 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvdock::plugin::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, PageKey, PageStatus,
-    Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, Held, PageKey, PageStatus,
+    PoolGroup, Restorable, StorageBackend,
 };
 use kvdock_kernels::{HostPage, KernelError, KvDtype, KvPool, KvSpec};
 
@@ -75,13 +75,20 @@ impl StorageBackend for Store {
         &self.settings
     }
 
-    fn batch_exists(&self, _: &CallOptions, keys: &[PageKey], _: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
+    fn batch_exists(
+        &self,
+        _: &CallOptions,
+        keys: &[PageKey],
+        _: &Held,
+        _: &ChainInfo<'_>,
+    ) -> Result<Restorable, BackendError> {
         Ok(Restorable::up_to(0, keys.len()))
     }
 
     fn batch_get(
         &self,
         _: &CallOptions,
+        _: PoolGroup,
         _: &[PageKey],
         _: &[u32],
         _: &ChainInfo<'_>,
@@ -94,6 +101,7 @@ impl StorageBackend for Store {
     fn batch_set(
         &self,
         _: &CallOptions,
+        _: PoolGroup,
         _: &[PageKey],
         _: &[u32],
         _: &ChainInfo<'_>,
@@ -103,7 +111,13 @@ impl StorageBackend for Store {
         Ok(())
     }
 
-    fn batch_remove(&self, _: &CallOptions, _: &[PageKey], status: &mut [PageStatus]) -> Result<(), BackendError> {
+    fn batch_remove(
+        &self,
+        _: &CallOptions,
+        _: PoolGroup,
+        _: &[PageKey],
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
         status.fill(PageStatus::Missing);
         Ok(())
     }
@@ -120,7 +134,7 @@ impl StorageBackend for Store {
         Ok(BackendStats::default())
     }
 
-    fn reclaim(&self) -> Vec<u32> {
+    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
         Vec::new()
     }
 

@@ -1,6 +1,7 @@
 //! Where the bytes of a page lie in the host pool.
 //!
-//! A pool has two planes, K (0) and V (1), and an area of seals. Each plane is one array whose
+//! A pool has two planes, K and V, for keys and values, one for what only the model can read (a piece a layer and page: 1 head and 1 token),
+//! and an area of seals. Each plane is one array whose
 //! shape gives the layout its name; `D` bytes of one head and token are always contiguous.
 //!
 //! | layout | shape of a plane |
@@ -10,7 +11,7 @@
 //! | `page_first_direct` | (pages, layers, P, heads, D) |
 //! | `page_head` | (pages, heads, P, layers, D) |
 
-use crate::plugin::backend::{HostPoolComponent, HostPoolSegment};
+use crate::plugin::backend::{HostPoolComponent, HostPoolSegment, PlaneKind};
 
 /// Order of the bytes in the host pool; the names are SGLang's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -111,15 +112,15 @@ impl PlaneShape {
     }
 
     /// The runs of each layer within a page. `first_segment` is the index of the plane's first
-    /// segment, `component` 0 for K and 1 for V.
-    pub fn components(&self, layout: HostLayout, component: u32, first_segment: u32) -> Vec<HostPoolComponent> {
+    /// segment.
+    pub fn components(&self, layout: HostLayout, kind: PlaneKind, first_segment: u32) -> Vec<HostPoolComponent> {
         let strides = self.strides(layout);
         let row = self.heads * self.head_bytes;
         (0..self.layers as u32)
             .map(|layer| {
                 let one_run = HostPoolComponent {
                     layer,
-                    component,
+                    kind,
                     segment: first_segment,
                     offset: u64::from(layer) * strides.layer,
                     run_len: self.page_tokens * row,
@@ -167,7 +168,7 @@ mod tests {
         for layout in ALL {
             let strides = SHAPE.strides(layout);
             let segments = SHAPE.segments(layout);
-            let components = SHAPE.components(layout, 0, 0);
+            let components = SHAPE.components(layout, PlaneKind::K, 0);
             let mut seen = HashSet::new();
             for page in 0..SHAPE.pages {
                 for layer in 0..SHAPE.layers {

@@ -37,10 +37,11 @@ pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, Prefe
 pub use controller::Guarded;
 pub use layout::HostLayout;
 pub use manager::{CacheManager, StorageHandle, Waker};
+pub use pool::{CacheMemory, CacheRoom, DeviceMemory, StateMemory, WindowMemory};
 pub use stats::{
     BackendCounters, CacheCounters, CacheEvents, CacheStats, CallFigures, NoEvents, StorageOp, StorageResult,
 };
 pub use types::{
-    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason, Prefetch, RequestId,
-    ReuseHints, Tiers,
+    Acquire, Admission, CacheError, CacheNamespace, Drained, Flushed, Grant, Miss, MissReason, PageTables, Prefetch,
+    RequestId, ReuseHints, Tiers,
 };

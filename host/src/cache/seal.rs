@@ -4,10 +4,10 @@
 //! | --- | --- | --- |
 //! | 0 | 8 | `KVDKSEAL` |
 //! | 8 | 4 | format version, 1 |
-//! | 12 | 4 | number of components: layers times 2 |
+//! | 12 | 4 | number of components: layers times 2, or of every pool the layers that it has |
 //! | 16 | 32 | identity digest: what decides a page's bytes besides its tokens |
 //! | 48 | 32 | page key |
-//! | 80 | 4 each | CRC-32C of the K of each layer, then of the V of each layer |
+//! | 80 | 4 each | CRC-32C of the K of each layer, then of the V of each layer; so pool by pool where there are several |
 //! | then | 4 | CRC-32C of all seal bytes before |
 //!
 //! Numbers are little endian; the rest of the segment is zero. Backends move it as payload.
@@ -46,9 +46,9 @@ pub(crate) struct SealFormat {
 }
 
 impl SealFormat {
-    /// Seals of pages with `layers` layers of K and V, bound to `identity`.
-    pub fn new(identity: [u8; 32], layers: usize) -> Self {
-        SealFormat { identity, components: layers * 2 }
+    /// Seals of pages of so many components, bound to `identity`.
+    pub fn new(identity: [u8; 32], components: usize) -> Self {
+        SealFormat { identity, components }
     }
 
     /// Bytes that are used.
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_sealed_page_is_known_again() {
-        let format = SealFormat::new([1; 32], 2);
+        let format = SealFormat::new([1; 32], 4);
         let seal = sealed(&format);
         format.verify(&seal, &[5; 32], SUMS.into_iter()).unwrap();
         assert!(seal[format.len()..].iter().all(|&byte| byte == 0));
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn any_flipped_bit_of_the_seal_is_found() {
-        let format = SealFormat::new([1; 32], 2);
+        let format = SealFormat::new([1; 32], 4);
         let seal = sealed(&format);
         for bit in 0..format.len() * 8 {
             let mut bad = seal.clone();
@@ -146,14 +146,14 @@ mod tests {
     /// Dtype, layout and weights are part of the identity, so pages of another dtype never pass.
     #[test]
     fn i33268_pages_of_another_identity_do_not_pass() {
-        let format = SealFormat::new([1; 32], 2);
-        let other = SealFormat::new([2; 32], 2);
+        let format = SealFormat::new([1; 32], 4);
+        let other = SealFormat::new([2; 32], 4);
         assert_eq!(other.verify(&sealed(&format), &[5; 32], SUMS.into_iter()), Err(SealFault::Identity));
     }
 
     #[test]
     fn i27504_wrong_key_payload_or_length_do_not_pass() {
-        let format = SealFormat::new([1; 32], 2);
+        let format = SealFormat::new([1; 32], 4);
         let seal = sealed(&format);
         assert_eq!(format.verify(&seal, &[6; 32], SUMS.into_iter()), Err(SealFault::Key));
         assert_eq!(
@@ -162,13 +162,13 @@ mod tests {
         );
         assert_eq!(format.verify(&seal[..20], &[5; 32], SUMS.into_iter()), Err(SealFault::Damaged));
         assert_eq!(format.verify(&[0; 256], &[5; 32], SUMS.into_iter()), Err(SealFault::Damaged));
-        let fewer = SealFormat::new([1; 32], 1);
+        let fewer = SealFormat::new([1; 32], 2);
         assert!(fewer.verify(&seal, &[5; 32], SUMS.into_iter()).is_err());
     }
 
     #[test]
     fn a_later_format_is_told_apart_from_damage() {
-        let format = SealFormat::new([1; 32], 2);
+        let format = SealFormat::new([1; 32], 4);
         let mut seal = sealed(&format);
         seal[8] = 9;
         assert_eq!(format.verify(&seal, &[5; 32], SUMS.into_iter()), Err(SealFault::Version { found: 9 }));

@@ -71,6 +71,8 @@ pub enum Acquire {
 pub struct Grant {
     /// Device page table of the prefix, from position 0. The pages belong to the cache.
     pub pages: Vec<u32>,
+    /// Its window table, where the model has windows, as in [`PageTables`].
+    pub windows: Vec<u32>,
     /// Tokens of the prefix: `pages.len()` whole pages.
     pub tokens: usize,
     /// Of these, tokens found in device pages.
@@ -81,6 +83,27 @@ pub struct Grant {
     pub from_storage: usize,
     /// Why the rest of the prompt that could have been reused was not; in order of position.
     pub why: Vec<Miss>,
+    /// Slot of the recurrent state behind the prefix, where the model has such: to be copied before anything else is asked of the cache.
+    pub state: Option<u32>,
+    /// Tokens after which a recurrent state would have made a longer hit: worth to be saved on the way.
+    pub branch: Option<usize>,
+}
+
+/// The page tables of a request, from position 0.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PageTables {
+    /// Pages of all tokens.
+    pub pages: Vec<u32>,
+    /// Pages of windows, one for each page of all tokens; empty for a model without windows. Those that no later token sees stand as
+    /// [`NO_SLOT`](super::unified::NO_SLOT).
+    pub windows: Vec<u32>,
+}
+
+impl From<Vec<u32>> for PageTables {
+    /// Of a model without windows.
+    fn from(pages: Vec<u32>) -> Self {
+        PageTables { pages, windows: Vec::new() }
+    }
 }
 
 /// A part of a prompt that could have been reused and was not.

@@ -9,6 +9,7 @@ mod device;
 mod doctor;
 mod interrupt;
 mod machine;
+mod memory;
 mod plugin;
 mod plugin_bench;
 mod plugin_new;

@@ -33,8 +33,8 @@ fn parse(change: &PolicyChange) -> Result<PolicyUpdate, String> {
 }
 
 impl BackendSink for CacheSink {
-    fn host_pool(&self) -> Option<HostPoolDescription> {
-        self.storage.host_pool()
+    fn host_pools(&self) -> Vec<HostPoolDescription> {
+        self.storage.host_pools()
     }
 
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {

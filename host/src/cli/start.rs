@@ -4,15 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvdock_kernels::{Device, KvDtype, KvSpec};
+use kvdock_kernels::{Device, KvDtype};
 use kvdock_models::{KvGeometry, LoadOptions, LoadedModel};
 use serde_json::{Value, json};
 
-use super::device;
-use super::machine;
 use super::progress::Progress;
 use super::sink::CacheSink;
 use super::sizes::{PoolSizes, Wanted, pools};
+use super::{device, machine, memory};
 use crate::cache::{CacheConfig, CacheError, CacheManager};
 use crate::config::{Amount, CacheMode, Config};
 use crate::engine::{Engine, EngineConfig, EngineParts, Mailbox};
@@ -42,28 +41,42 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
 
     let dtype = kv_dtype(&config.cache.dtype)?;
-    let page_size = config.cache.page_size;
-    let kv = spec.one_pool().map_err(|reason| format!("{}: {reason}", path.display()))?;
-    let shape = |pages: usize| kv.pool(dtype, page_size as usize, pages);
+    let page_tokens =
+        memory::page_tokens(&spec, config.cache.page_size).map_err(|reason| format!("{}: {reason}", path.display()))?;
+    let page_size = u32::try_from(page_tokens).map_err(|_| format!("a page of {page_tokens} tokens is too large"))?;
+    let window_ratio = config.cache.window_ratio;
+    let page_bytes = memory::page_bytes(&spec, dtype, page_tokens, window_ratio);
     let sizes = pools(&Wanted {
         device_tokens: config.cache.device_tokens,
         host_tokens: (config.cache.mode != CacheMode::Device).then_some(config.cache.host_tokens),
         page_size,
-        page_bytes: shape(1).page_bytes() as u64,
+        page_bytes: page_bytes as u64,
         context: spec.context_length as u64,
         memory: machine::memory(),
         own_memory: device.own_memory(),
     })?;
-    let pool_shape: KvSpec = shape(sizes.device_pages as usize);
-    let pool = device.alloc_kv_pool(pool_shape).map_err(|error| format!("cache.device_tokens: {error}"))?;
+    let running = config.engine.max_running_requests as usize;
+    let available = machine::memory().map(|memory| memory.available);
+    let saved = memory::saved_states(&spec, dtype, config.cache.states, running, available);
+    let room = memory::Room {
+        dtype,
+        page_tokens,
+        pages: sizes.device_pages as usize,
+        host_pages: sizes.host_pages as usize,
+        window_ratio,
+        chunk: config.engine.prefill_chunk as usize,
+        running,
+        saved,
+    };
+    let memory::Memory { model: pool, cache: memory } = memory::allocate(device.as_ref(), &spec, room)?;
 
-    let namespace = namespace(config, &model, kv, dtype);
+    let namespace = namespace(config, &model, dtype, page_tokens);
     let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
     let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
     let policies = (cache_config.prefetch_policy, cache_config.write_policy);
     let observer = Arc::new(CacheObserver::default());
     let mailbox = Mailbox::new();
-    let cache = CacheManager::new(cache_config, pool.clone(), observer.clone(), mailbox.waker())
+    let cache = CacheManager::over(cache_config, memory, observer.clone(), mailbox.waker())
         .map_err(|error| error.to_string())?;
     let counters = cache.counters();
     let sink = CacheSink::new(cache.storage(), policies.0, policies.1);
@@ -151,8 +164,11 @@ fn kv_dtype(name: &str) -> Result<KvDtype, String> {
         .ok_or_else(|| format!("cache.dtype = {name:?}: is none that this build has"))
 }
 
-fn namespace(config: &Config, model: &LoadedModel, kv: KvGeometry, dtype: KvDtype) -> Namespace {
+fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype, page_tokens: usize) -> Namespace {
     let spec = model.spec();
+    // What the pages of several pools consist of stands in the numerics.
+    let none = KvGeometry { layers: spec.layers, kv_heads: 0, head_dim_k: 0, head_dim_v: 0 };
+    let kv = spec.kv.unwrap_or(none);
     let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     Namespace {
         format: PAGE_FORMAT,
@@ -160,7 +176,7 @@ fn namespace(config: &Config, model: &LoadedModel, kv: KvGeometry, dtype: KvDtyp
         weights_sha256: spec.weights_digest_hex(),
         kv_dtype: dtype.name().to_owned(),
         host_layout: config.cache.host_layout.clone(),
-        page_tokens: config.cache.page_size,
+        page_tokens: small(page_tokens),
         layers: small(kv.layers),
         kv_heads: small(kv.kv_heads),
         head_dim_k: small(kv.head_dim_k),
@@ -168,7 +184,7 @@ fn namespace(config: &Config, model: &LoadedModel, kv: KvGeometry, dtype: KvDtyp
         tp: (0, config.engine.tp_size),
         pp: (0, config.engine.pp_size),
         cp: (0, config.engine.cp_size),
-        numerics_id: spec.numerics_id.clone(),
+        numerics_id: memory::numerics(spec, dtype, page_tokens),
     }
 }
 

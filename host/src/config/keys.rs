@@ -90,7 +90,12 @@ pub(crate) const KEYS: &[Key] = &[
         "\"hierarchical\"",
         "`hierarchical`: device, host and storage tiers; `linker`: storage straight into device pages; `device`: the device tier alone.",
     ),
-    key("cache.page_size", Kind::Int(1, 256), "16", "Tokens a page."),
+    key(
+        "cache.page_size",
+        Kind::IntOrAuto(1, 256),
+        "\"auto\"",
+        "Tokens a page. auto: 16, rounded up to what the model's pools take.",
+    ),
     key(
         "cache.device_tokens",
         Kind::IntOrAuto(1, COUNT),
@@ -134,6 +139,18 @@ pub(crate) const KEYS: &[Key] = &[
         Kind::Number(0.0, 3600.0),
         "0.25",
         "Seconds more for each 1024 tokens asked for.",
+    ),
+    key(
+        "cache.window_ratio",
+        Kind::Number(0.0, 1.0),
+        "0.5",
+        "Pages of sliding windows for each page of all tokens, on device and host, of models that have such; at least what running requests need.",
+    ),
+    key(
+        "cache.states",
+        Kind::IntOrAuto(1, COUNT),
+        "\"auto\"",
+        "Recurrent states kept beside those of running requests, of models that have such; twice as many on the host.",
     ),
     key(
         "cache.eviction",

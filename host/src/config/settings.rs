@@ -131,7 +131,7 @@ pub struct CacheConfig {
     /// Which tiers.
     pub mode: CacheMode,
     /// Tokens a page.
-    pub page_size: u32,
+    pub page_size: Amount,
     /// Tokens in the device pool.
     pub device_tokens: Amount,
     /// Tokens in the host pool.
@@ -152,6 +152,10 @@ pub struct CacheConfig {
     /// Part of the prefetch timeout for each 1024 tokens.
     #[serde(deserialize_with = "seconds")]
     pub prefetch_timeout_per_ki_token: Duration,
+    /// Window pages for each page of all tokens.
+    pub window_ratio: f64,
+    /// Recurrent states kept for models that have such.
+    pub states: Amount,
     /// `lru`, `lfu`, `slru`, `fifo` or `priority`.
     pub eviction: String,
 }

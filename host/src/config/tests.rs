@@ -46,7 +46,7 @@ fn defaults_serve_on_loopback_without_storage() {
     assert_eq!(config.server.port, 30000);
     assert_eq!(config.server.shutdown_timeout, Duration::from_secs(20));
     assert_eq!(config.server.max_body, 64 << 20);
-    assert_eq!(config.cache.page_size, 16);
+    assert_eq!(config.cache.page_size, Amount::Auto);
     assert_eq!(config.cache.mode, CacheMode::Hierarchical);
     assert_eq!(config.engine.threads, Amount::Auto);
     assert!(config.storage.selected().is_empty());

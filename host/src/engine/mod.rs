@@ -9,6 +9,7 @@
 mod config;
 mod handle;
 mod histogram;
+mod memory;
 mod params;
 mod request;
 mod sampler;
@@ -23,6 +24,7 @@ mod wake;
 pub use config::{EngineConfig, LogitsRow, LogitsTap};
 pub use handle::{DrainReport, EngineHandle};
 pub use histogram::{Histogram, HistogramSnapshot};
+pub use memory::ModelMemory;
 pub use params::{ParamError, SamplingParams};
 pub use request::{
     AbortKind, Completion, Event, FinishReason, LogprobOptions, MatchedStop, Request, SubmitError, TokenLogprobs, Usage,

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvdock_kernels::KvPool;
 use kvdock_models::{Model, Tokenizer};
 use thiserror::Error;
 use tokio::sync::oneshot;
 
 use super::config::EngineConfig;
 use super::handle::{Command, EngineHandle, Limits, Shared};
+use super::memory::ModelMemory;
 use super::request::AbortKind;
 use super::scheduler::{Parts, Scheduler, panic_text};
 use super::text::{MakeDecoder, tokenizer_decoders};
@@ -24,8 +24,8 @@ pub struct EngineParts {
     pub model: Arc<dyn Model>,
     /// Its tokenizer, for the text of the output.
     pub tokenizer: Arc<Tokenizer>,
-    /// The device pool; the one the cache was made over.
-    pub pool: Arc<dyn KvPool>,
+    /// The device memory; what the cache was made over.
+    pub pool: ModelMemory,
     /// The cache, made with the waker of `mailbox`.
     pub cache: CacheManager,
     /// Where the scheduler is told things.
@@ -67,7 +67,7 @@ impl Engine {
         config: EngineConfig,
         model: Arc<dyn Model>,
         decoders: MakeDecoder,
-        pool: Arc<dyn KvPool>,
+        pool: ModelMemory,
         cache: CacheManager,
         mailbox: Mailbox,
     ) -> Result<Self, EngineError> {

@@ -11,6 +11,43 @@ pub use super::policies::PolicyChange;
 /// SHA-256 digest of a page's hash chain (see `cache::hash`).
 pub type PageKey = [u8; 32];
 
+/// Pools whose pages go under one number, and which are moved as one: a page of a group is a page of each of its pools.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PoolGroup {
+    /// Pages of all tokens: the anchor, and what shares its numbers.
+    Full,
+    /// Pages of sliding windows.
+    Window,
+    /// Recurrent states: a page is the state after its last token.
+    State,
+}
+
+impl PoolGroup {
+    /// All of them.
+    pub const ALL: [PoolGroup; 3] = [PoolGroup::Full, PoolGroup::Window, PoolGroup::State];
+
+    /// Name for messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            PoolGroup::Full => "full",
+            PoolGroup::Window => "window",
+            PoolGroup::State => "state",
+        }
+    }
+}
+
+/// What a prefix needs of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PoolHit {
+    /// All of its pages.
+    AllPages,
+    /// Its last pages, so many.
+    TrailingPages(u32),
+}
+
+/// Leading pages of the keys of an `exists`, group by group, that the host has itself: the store need not have them.
+pub type Held = [u32; PoolGroup::ALL.len()];
+
 /// Deadline and cancel flag of one call.
 #[derive(Debug, Clone)]
 pub struct CallOptions {
@@ -53,8 +90,8 @@ pub struct ChainInfo<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Restorable {
     lengths: Vec<bool>,
-    /// One entry a page; empty where the store said nothing of single pages.
-    present: Vec<bool>,
+    /// For each group one entry a page; empty where the store said nothing of single pages.
+    present: [Vec<bool>; PoolGroup::ALL.len()],
 }
 
 impl Restorable {
@@ -74,12 +111,17 @@ impl Restorable {
             lengths.push(true);
         }
         lengths[0] = true;
-        Restorable { lengths, present: Vec::new() }
+        Restorable { lengths, present: Default::default() }
     }
 
-    /// Adds which single pages the store has.
-    pub fn with_present(mut self, present: Vec<bool>) -> Self {
-        self.present = present;
+    /// Adds which single pages of all tokens the store has.
+    pub fn with_present(self, present: Vec<bool>) -> Self {
+        self.with_present_of(PoolGroup::Full, present)
+    }
+
+    /// Adds which single pages of a group the store has.
+    pub fn with_present_of(mut self, group: PoolGroup, present: Vec<bool>) -> Self {
+        self.present[group as usize] = present;
         self
     }
 
@@ -101,7 +143,12 @@ impl Restorable {
 
     /// Whether page `page` of the span can be read: it is in a prefix that can be restored, or the store named it.
     pub fn has_page(&self, page: usize) -> bool {
-        page < self.longest() || self.present.get(page).copied().unwrap_or(false)
+        page < self.longest() || self.names(PoolGroup::Full, page)
+    }
+
+    /// Whether the store named page `page` of a group as one that it has.
+    pub fn names(&self, group: PoolGroup, page: usize) -> bool {
+        self.present[group as usize].get(page).copied().unwrap_or(false)
     }
 
     /// The lengths that both can restore; what several pools or ranks agree on.
@@ -109,7 +156,11 @@ impl Restorable {
         let lengths: Vec<bool> = self.lengths.iter().zip(&other.lengths).map(|(a, b)| *a && *b).collect();
         let pages = lengths.len() - 1;
         let present = (0..pages).map(|page| self.has_page(page) && other.has_page(page)).collect();
-        Restorable::from_mask(lengths).with_present(present)
+        let both = |group| (0..pages).map(|page| self.names(group, page) && other.names(group, page)).collect();
+        Restorable::from_mask(lengths)
+            .with_present(present)
+            .with_present_of(PoolGroup::Window, both(PoolGroup::Window))
+            .with_present_of(PoolGroup::State, both(PoolGroup::State))
     }
 }
 
@@ -281,7 +332,7 @@ pub struct BackendStats {
 }
 
 /// One attached backend instance. All calls may block; they are made from storage threads only,
-/// and concurrently.
+/// and concurrently. A call about a group names all of its pools at once: a page counts as it does in the pool in which it is worst.
 ///
 /// When a call returns anything but an error with `pages_in_use`, the backend touches none of the
 /// pages again.
@@ -294,26 +345,29 @@ pub trait StorageBackend: Send + Sync {
     fn limits(&self) -> BackendLimits;
     /// How the host treats it.
     fn settings(&self) -> &BackendSettings;
-    /// Which prefixes of the chain `keys` it can restore.
+    /// Which prefixes of the chain `keys` it can restore, over all pools, beside what is `held`.
     fn batch_exists(
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        held: &Held,
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError>;
-    /// Reads page `keys[i]` into page `pages[i]` of the host pool. `status` has one entry a key.
+    /// Reads page `keys[i]` into page `pages[i]` of the group's host pool. `status` has one entry a key.
     fn batch_get(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
         status: &mut [PageStatus],
     ) -> Result<(), BackendError>;
-    /// Stores page `pages[i]` of the host pool under `keys[i]`. A page that is stored already is a success.
+    /// Stores page `pages[i]` of the group's host pool under `keys[i]`. A page that is stored already is a success.
     fn batch_set(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -323,6 +377,7 @@ pub trait StorageBackend: Send + Sync {
     fn batch_remove(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError>;
@@ -332,27 +387,33 @@ pub trait StorageBackend: Send + Sync {
     fn clear(&self, options: &CallOptions) -> Result<(), BackendError>;
     /// Figures of the store.
     fn stats(&self) -> Result<BackendStats, BackendError>;
-    /// Pages of late calls that have returned since the last call of this function: they are free again.
-    fn reclaim(&self) -> Vec<u32>;
+    /// Pages of late calls about a group that have returned since the last call of this function: they are free again.
+    fn reclaim(&self, group: PoolGroup) -> Vec<u32>;
     /// Pages that late calls still hold.
     fn quarantined(&self) -> usize;
 }
 
-/// Where the cache learns what the host pool looks like to a plugin and the plugin layer learns what to
-/// register: everything about the anchor pool that crosses the boundary.
+/// Where the cache learns what a host pool looks like to a plugin and the plugin layer learns what to
+/// register: everything about one named pool that crosses the boundary.
 #[derive(Debug, Clone)]
 pub struct HostPoolDescription {
     /// Name of the pool; the anchor is `kv`.
     pub name: String,
+    /// Whose page numbers it goes by.
+    pub group: PoolGroup,
+    /// What a prefix needs of it.
+    pub hit: PoolHit,
+    /// It owns page numbers and no bytes.
+    pub logical: bool,
     /// SGLang's name of the layout.
     pub layout: String,
     /// `f16`, `bf16` or `f32`.
     pub dtype: kvdock_plugin_api::Dtype,
     /// Pages in the pool.
     pub pages: u32,
-    /// Tokens a page.
+    /// Tokens a page; 0 where a page stands for all tokens before it.
     pub page_tokens: u32,
-    /// Layers in the pool.
+    /// Layers of the model; 0 for a logical pool.
     pub layers: u32,
     /// Address of the mapping; valid until the process ends.
     pub base: usize,
@@ -379,13 +440,26 @@ pub struct HostPoolSegment {
     pub len: u64,
 }
 
+/// What a component of a page holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlaneKind {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// A recurrent state.
+    State,
+    /// What only the model can read.
+    Other,
+}
+
 /// The bytes of one layer and component within a page: `run_count` runs of `run_len` bytes, `run_stride` apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostPoolComponent {
     /// Layer, from 0.
     pub layer: u32,
-    /// 0 is K, 1 is V.
-    pub component: u32,
+    /// What it holds.
+    pub kind: PlaneKind,
     /// Index into the segments.
     pub segment: u32,
     /// Byte offset of the first run in the segment.
@@ -400,8 +474,8 @@ pub struct HostPoolComponent {
 
 /// The cache as whoever attaches backends sees it.
 pub trait BackendSink: Send + Sync {
-    /// The pool that a backend must register. None when there is no host tier.
-    fn host_pool(&self) -> Option<HostPoolDescription>;
+    /// The pools that a backend must register, the anchor first. None of them when there is no host tier.
+    fn host_pools(&self) -> Vec<HostPoolDescription>;
     /// Puts a backend to use, in the same step in which the one whose place it takes leaves.
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place);
     /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.

@@ -5,10 +5,15 @@ use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
 use kvdock_plugin_api::v0_1::{BatchArgs, CallContext, ErrorOut, ExistsArgs, PageKey, PoolQuery, PoolTransfer};
-use kvdock_plugin_api::{ErrorKind, HitPolicy, monotonic_ns};
+use kvdock_plugin_api::{ErrorKind, PageStatus, monotonic_ns};
+use smallvec::SmallVec;
 
 use super::abi::{Face, RawInstance};
-use super::pool_desc::ANCHOR_POOL;
+use super::backend::{Held, PoolGroup};
+use super::pool_desc::Registered;
+
+/// Pools that a call names without an allocation.
+const FEW_POOLS: usize = 8;
 
 /// Bytes for the message of an error.
 const MESSAGE_BYTES: usize = 2048;
@@ -87,7 +92,11 @@ pub struct CallBuffers {
     pub keys: Vec<PageKey>,
     /// Page indices, one a key; empty for exists and remove.
     pub pages: Vec<u32>,
-    /// One status a key.
+    /// The group that the pages are of.
+    pub group: Option<PoolGroup>,
+    /// What the host has itself; for exists.
+    pub held: Held,
+    /// One status a key, pool after pool of the call.
     pub statuses: Vec<u8>,
     /// `keys + 1` answers of an exists.
     pub restorable: Vec<u8>,
@@ -107,33 +116,32 @@ pub struct CallBuffers {
 }
 
 impl CallBuffers {
-    /// Makes the call.
-    pub fn run(&mut self, operation: Operation, face: &dyn Face, instance: RawInstance) -> Result<(), CallFailure> {
-        let count = self.keys.len() as u64;
+    /// Makes the call, about those of `pools` that it concerns.
+    pub fn run(
+        &mut self,
+        operation: Operation,
+        face: &dyn Face,
+        instance: RawInstance,
+        pools: &[Registered],
+    ) -> Result<(), CallFailure> {
+        let count = self.keys.len();
         let context = CallContext {
             deadline_ns: self.deadline_ns,
             cancel: Arc::as_ptr(&self.cancel).cast(),
             trace_id: self.trace_id,
         };
         self.statuses.clear();
-        self.statuses.resize(self.keys.len(), 0);
         if operation == Operation::Exists {
+            self.statuses.resize(pools.len() * count, 0);
             self.restorable.clear();
-            self.restorable.resize(self.keys.len() + 1, 0);
-            let query = PoolQuery {
-                pool: ANCHOR_POOL,
-                hit_policy: HitPolicy::AllPages.raw(),
-                trailing_pages: 0,
-                block_pages: 0,
-                group_pages: 0,
-                held_pages: 0,
-            };
+            self.restorable.resize(count + 1, 0);
+            let queries: SmallVec<[PoolQuery; FEW_POOLS]> = pools.iter().map(|pool| pool.query(&self.held)).collect();
             let args = ExistsArgs {
                 context,
                 keys: self.keys.as_ptr(),
-                key_count: count,
-                pools: &raw const query,
-                pool_count: 1,
+                key_count: count as u64,
+                pools: queries.as_ptr(),
+                pool_count: queries.len() as u64,
                 chain_position: self.position,
                 prefix_keys: self.prefix_keys.as_ptr(),
                 prefix_key_count: self.prefix_keys.len() as u64,
@@ -146,20 +154,35 @@ impl CallBuffers {
                 unsafe { face.batch_exists(instance, &raw const args, error) }
             });
         }
-        let transfer = PoolTransfer {
-            pool: ANCHOR_POOL,
-            layer_first: 0,
-            layer_count: 0,
-            chain_offset: 0,
-            keys: self.keys.as_ptr(),
-            pages: if self.pages.is_empty() { std::ptr::null() } else { self.pages.as_ptr() },
-            count,
-            statuses: self.statuses.as_mut_ptr(),
-        };
+        let own = || pools.iter().filter(|pool| Some(pool.group) == self.group);
+        let named = own().count();
+        if named == 0 {
+            // A transfer that no pool is registered for would store nothing, and say that all is well.
+            let group = self.group.map_or("no", PoolGroup::as_str);
+            let message = format!("pages of {group} pools, of which none is registered with this backend");
+            return Err(CallFailure::new(ErrorKind::Internal, false, message));
+        }
+        self.statuses.resize(named * count, 0);
+        let statuses = self.statuses.as_mut_ptr();
+        let mut transfers: SmallVec<[PoolTransfer; FEW_POOLS]> = own()
+            .enumerate()
+            .map(|(place, pool)| PoolTransfer {
+                pool: pool.pool,
+                layer_first: 0,
+                layer_count: 0,
+                chain_offset: 0,
+                keys: self.keys.as_ptr(),
+                pages: if self.pages.is_empty() { std::ptr::null() } else { self.pages.as_ptr() },
+                count: count as u64,
+                statuses: statuses.wrapping_add(place * count),
+            })
+            .collect();
+        // Side pools come first: a page that the anchor has is there in all pools.
+        transfers.reverse();
         let args = BatchArgs {
             context,
-            transfers: &raw const transfer,
-            transfer_count: 1,
+            transfers: transfers.as_ptr(),
+            transfer_count: transfers.len() as u64,
             chain_position: self.position,
             prefix_keys: self.prefix_keys.as_ptr(),
             prefix_key_count: self.prefix_keys.len() as u64,
@@ -176,5 +199,64 @@ impl CallBuffers {
                 }
             }
         })
+    }
+
+    /// The status of page `key` of a get, set or remove over all pools of its group: that of the pool in which it is worst. Left unanswered
+    /// counts as failed.
+    pub fn status(&self, key: usize) -> PageStatus {
+        let count = self.keys.len().max(1);
+        let of_pools = self.statuses.iter().skip(key).step_by(count).map(|raw| PageStatus::from_raw(*raw));
+        of_pools.max_by_key(badness).map_or(PageStatus::Failed, answered)
+    }
+
+    /// Whether every pool of `group` has page `key`, by the answers of an exists over `pools`.
+    pub fn present(&self, pools: &[Registered], group: PoolGroup, key: usize) -> bool {
+        let count = self.keys.len();
+        let mut own = pools.iter().enumerate().filter(|(_, pool)| pool.group == group).peekable();
+        own.peek().is_some()
+            && own.all(|(place, _)| {
+                self.statuses.get(place * count + key).is_some_and(|raw| PageStatus::from_raw(*raw) == PageStatus::Ok)
+            })
+    }
+}
+
+/// What is told of a page whose pools say different things.
+fn badness(status: &PageStatus) -> u8 {
+    match status {
+        PageStatus::Ok => 0,
+        PageStatus::Refused => 1,
+        PageStatus::Missing => 2,
+        PageStatus::Failed | PageStatus::Unset => 3,
+        PageStatus::Corrupt => 4,
+    }
+}
+
+fn answered(status: PageStatus) -> PageStatus {
+    match status {
+        PageStatus::Unset => PageStatus::Failed,
+        answered => answered,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::backend::PoolHit;
+    use super::*;
+
+    #[test]
+    fn a_page_counts_as_in_the_pool_in_which_it_is_worst() {
+        use PageStatus::{Corrupt, Failed, Missing, Ok, Refused, Unset};
+        let pools = [[Ok, Ok, Missing, Refused, Ok], [Ok, Missing, Corrupt, Ok, Unset]];
+        let buffers = CallBuffers {
+            keys: vec![[0; 32]; 5],
+            statuses: pools.concat().into_iter().map(PageStatus::raw).collect(),
+            ..CallBuffers::default()
+        };
+        let found: Vec<PageStatus> = (0..5).map(|key| buffers.status(key)).collect();
+        assert_eq!(found, [Ok, Missing, Corrupt, Refused, Failed]);
+        let full = |pool| Registered { pool, group: PoolGroup::Full, hit: PoolHit::AllPages };
+        let there: Vec<bool> = (0..5).map(|key| buffers.present(&[full(0), full(1)], PoolGroup::Full, key)).collect();
+        assert_eq!(there, [true, false, false, false, false]);
+        assert!(!buffers.present(&[full(0), full(1)], PoolGroup::State, 0), "a group without pools has nothing");
     }
 }

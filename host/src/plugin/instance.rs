@@ -10,13 +10,14 @@ use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
 
 use super::abi::{Face, RawInstance};
 use super::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus,
-    Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held, PageKey,
+    PageStatus, PoolGroup, Restorable, StorageBackend,
 };
 use super::call::{CallBuffers, CallFailure, Operation, deadline_ns, invoke};
 use super::controls::Controls;
 use super::host_table::HostContext;
 use super::library::Library;
+use super::pool_desc::Registered;
 use super::state::{BackendState, StateCell};
 use super::workers::{Outcome, Workers};
 
@@ -40,6 +41,8 @@ pub struct Parts {
     pub raw: RawInstance,
     /// What it can do.
     pub capabilities: Capabilities,
+    /// The pools that were registered.
+    pub pools: Vec<Registered>,
     /// The instance's host context.
     pub context: &'static HostContext,
     /// How the host treats it.
@@ -54,6 +57,7 @@ pub struct Instance {
     name: String,
     library: Arc<Library>,
     raw: RawInstance,
+    pools: Vec<Registered>,
     context: &'static HostContext,
     limits: BackendLimits,
     settings: BackendSettings,
@@ -72,6 +76,22 @@ pub struct Instance {
     told: Arc<Mutex<Option<String>>>,
     /// How far its end has come; locked as long as it is worked on.
     end: Mutex<End>,
+}
+
+/// What a data call is about.
+#[derive(Clone, Copy)]
+struct About<'a> {
+    /// Whose pages; none for exists, which asks about all.
+    group: Option<PoolGroup>,
+    held: Held,
+    keys: &'a [PageKey],
+    pages: &'a [u32],
+}
+
+impl<'a> About<'a> {
+    fn pages(group: PoolGroup, keys: &'a [PageKey], pages: &'a [u32]) -> Self {
+        About { group: Some(group), held: Held::default(), keys, pages }
+    }
 }
 
 /// How far the end of an instance has come.
@@ -98,7 +118,7 @@ impl Instance {
     /// # Errors
     /// When its threads can't be started. The instance is not closed then.
     pub fn new(parts: Parts) -> std::io::Result<Arc<Instance>> {
-        let Parts { name, library, raw, capabilities, context, settings, state } = parts;
+        let Parts { name, library, raw, capabilities, pools, context, settings, state } = parts;
         let wanted = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
         let concurrency = settings.concurrency.map_or(wanted, |most| wanted.min(most.max(1)));
         let limits = BackendLimits {
@@ -112,7 +132,7 @@ impl Instance {
             let reason = "every call that it may run at a time hangs";
             late_state.go_if(BackendState::serves, BackendState::Failed, reason);
         });
-        let workers = Workers::start(&name, library.face(), raw, concurrency, on_all_late)?;
+        let workers = Workers::start(&name, library.face(), raw, pools.clone(), concurrency, on_all_late)?;
         let health_state = state.clone();
         let told: Arc<Mutex<Option<String>>> = Arc::default();
         let tells = told.clone();
@@ -131,6 +151,7 @@ impl Instance {
             name,
             library,
             raw,
+            pools,
             context,
             limits,
             settings,
@@ -187,8 +208,7 @@ impl Instance {
         &self,
         operation: Operation,
         options: &CallOptions,
-        keys: &[PageKey],
-        pages: &[u32],
+        about: About<'_>,
         chain: &ChainInfo<'_>,
         read: impl FnOnce(&CallBuffers) -> R,
     ) -> Result<R, BackendError> {
@@ -199,7 +219,10 @@ impl Instance {
             return Err(self.error(CallFailure::new(ErrorKind::Unavailable, true, message), false));
         }
         let trace_id = self.calls.fetch_add(1, Ordering::Relaxed) + 1;
+        let About { group, held, keys, pages } = about;
         let fill = |buffers: &mut CallBuffers| {
+            buffers.group = group;
+            buffers.held = held;
             buffers.keys.clear();
             buffers.keys.extend_from_slice(keys);
             buffers.pages.clear();
@@ -232,11 +255,11 @@ impl Instance {
         &self,
         operation: Operation,
         options: &CallOptions,
-        keys: &[PageKey],
-        pages: &[u32],
+        about: About<'_>,
         chain: &ChainInfo<'_>,
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
+        let About { keys, pages, .. } = about;
         if status.len() != keys.len() || (operation != Operation::Remove && pages.len() != keys.len()) {
             let message = format!("{} keys, {} pages, {} statuses", keys.len(), pages.len(), status.len());
             return Err(self.error(CallFailure::new(ErrorKind::Internal, false, message), false));
@@ -245,13 +268,9 @@ impl Instance {
         if keys.is_empty() {
             return Ok(());
         }
-        self.data_call(operation, options, keys, pages, chain, |buffers| {
-            for (to, from) in status.iter_mut().zip(&buffers.statuses) {
-                *to = match PageStatus::from_raw(*from) {
-                    // Left unanswered counts as failed.
-                    PageStatus::Unset => PageStatus::Failed,
-                    answered => answered,
-                };
+        self.data_call(operation, options, about, chain, |buffers| {
+            for (key, to) in status.iter_mut().enumerate() {
+                *to = buffers.status(key);
             }
         })
     }
@@ -447,46 +466,58 @@ impl StorageBackend for Instance {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        held: &Held,
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         if keys.is_empty() {
             return Ok(Restorable::none(0));
         }
-        self.data_call(Operation::Exists, options, keys, &[], chain, |buffers| {
-            let present = buffers.statuses.iter().map(|raw| PageStatus::from_raw(*raw) == PageStatus::Ok).collect();
-            Restorable::from_mask(buffers.restorable.iter().map(|byte| *byte == 1).collect()).with_present(present)
+        let about = About { group: None, held: *held, keys, pages: &[] };
+        self.data_call(Operation::Exists, options, about, chain, |buffers| {
+            let mask = buffers.restorable.iter().map(|byte| *byte == 1).collect();
+            let mut answer = Restorable::from_mask(mask);
+            for group in PoolGroup::ALL {
+                if self.pools.iter().any(|pool| pool.group == group) {
+                    let present = (0..keys.len()).map(|key| buffers.present(&self.pools, group, key)).collect();
+                    answer = answer.with_present_of(group, present);
+                }
+            }
+            answer
         })
     }
 
     fn batch_get(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
-        self.page_call(Operation::Get, options, keys, pages, chain, status)
+        self.page_call(Operation::Get, options, About::pages(group, keys, pages), chain, status)
     }
 
     fn batch_set(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
-        self.page_call(Operation::Set, options, keys, pages, chain, status)
+        self.page_call(Operation::Set, options, About::pages(group, keys, pages), chain, status)
     }
 
     fn batch_remove(
         &self,
         options: &CallOptions,
+        group: PoolGroup,
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
-        self.page_call(Operation::Remove, options, keys, &[], &ChainInfo::default(), status)
+        self.page_call(Operation::Remove, options, About::pages(group, keys, &[]), &ChainInfo::default(), status)
     }
 
     fn flush(&self, options: &CallOptions) -> Result<(), BackendError> {
@@ -524,8 +555,8 @@ impl StorageBackend for Instance {
         })
     }
 
-    fn reclaim(&self) -> Vec<u32> {
-        self.workers.reclaim()
+    fn reclaim(&self, group: PoolGroup) -> Vec<u32> {
+        self.workers.reclaim(group)
     }
 
     fn quarantined(&self) -> usize {

@@ -16,7 +16,7 @@ use super::inspect::{Note, NoteCapabilities, PluginInfo};
 use super::instance::{Instance, Parts};
 use super::library::Library;
 use super::manager::watch::ask;
-use super::pool_desc::OwnedPoolDesc;
+use super::pool_desc::{OwnedPoolDesc, Registered};
 use super::state::{BackendState, StateCell};
 
 /// What the backend does in its next data calls.
@@ -166,6 +166,9 @@ fn pool() -> HostPoolDescription {
     let memory: &'static mut [u8] = Box::leak(vec![0u8; 64 * 64].into_boxed_slice());
     HostPoolDescription {
         name: "kv".into(),
+        group: PoolGroup::Full,
+        hit: PoolHit::AllPages,
+        logical: false,
         layout: "page_first".into(),
         dtype: api::Dtype::F16,
         pages: 64,
@@ -277,6 +280,7 @@ fn attach_with(
         ),
         raw: RawInstance(raw),
         capabilities: api::Capabilities { concurrency, ..api::Capabilities::NONE },
+        pools: Registered::of(&[pool]),
         context,
         settings,
         state,
@@ -292,7 +296,7 @@ fn get(instance: &Instance, timeout: Duration, pages: &[u32]) -> (Result<(), Bac
     let keys: Vec<PageKey> = pages.iter().map(|p| [*p as u8; 32]).collect();
     let mut status = vec![PageStatus::Unset; pages.len()];
     let options = CallOptions::within(timeout);
-    let result = instance.batch_get(&options, &keys, pages, &ChainInfo::default(), &mut status);
+    let result = instance.batch_get(&options, PoolGroup::Full, &keys, pages, &ChainInfo::default(), &mut status);
     (result, status)
 }
 
@@ -310,7 +314,7 @@ fn answers_come_page_by_page() {
     assert_eq!(result, Ok(()));
     assert_eq!(status, [PageStatus::Ok, PageStatus::Missing, PageStatus::Ok]);
     let options = CallOptions::within(SECOND);
-    let found = instance.batch_exists(&options, &[[1; 32], [2; 32]], &ChainInfo::default()).unwrap();
+    let found = instance.batch_exists(&options, &[[1; 32], [2; 32]], &Held::default(), &ChainInfo::default()).unwrap();
     assert_eq!(found.longest(), 1);
     assert_eq!(instance.stats().unwrap().pages, 7);
     assert!(shut(&instance, SECOND));
@@ -365,18 +369,18 @@ fn i31296_a_late_call_keeps_its_pages_until_it_returns() {
     let error = result.unwrap_err();
     assert_eq!((error.kind, error.pages_in_use), (ErrorKind::TimedOut, true));
     assert!(knobs.saw_cancel.load(Ordering::SeqCst), "the call is asked to stop first");
-    assert_eq!((instance.quarantined(), instance.reclaim()), (2, vec![]));
+    assert_eq!((instance.quarantined(), instance.reclaim(PoolGroup::Full)), (2, vec![]));
     set_mood(&knobs, Mood::Good);
     assert_eq!(get(&instance, SECOND, &[1]).0, Ok(()), "others go on");
     knobs.release.store(true, Ordering::SeqCst);
     let end = Instant::now() + SECOND;
     let mut back = Vec::new();
     while back.is_empty() && Instant::now() < end {
-        back = instance.reclaim();
+        back = instance.reclaim(PoolGroup::Full);
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(back, vec![5, 6]);
-    assert_eq!((instance.quarantined(), instance.reclaim()), (0, vec![]));
+    assert_eq!((instance.quarantined(), instance.reclaim(PoolGroup::Full)), (0, vec![]));
     assert!(shut(&instance, SECOND));
 }
 
@@ -539,7 +543,9 @@ fn a_call_with_mismatched_arrays_is_refused_before_the_plugin_sees_it() {
     let (instance, _, _) = attach("arrays", 1);
     let mut status = [PageStatus::Unset; 1];
     let options = CallOptions { deadline: Instant::now() + SECOND, cancel: Arc::new(AtomicU32::new(0)) };
-    let error = instance.batch_get(&options, &[[0; 32]; 2], &[1], &ChainInfo::default(), &mut status).unwrap_err();
+    let error = instance
+        .batch_get(&options, PoolGroup::Full, &[[0; 32]; 2], &[1], &ChainInfo::default(), &mut status)
+        .unwrap_err();
     assert_eq!(error.message, "2 keys, 1 pages, 1 statuses");
     shut(&instance, SECOND);
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::v0_1::{CapabilitiesOut, Identity, OpenArgs};
+use kvdock_plugin_api::v0_1::{CapabilitiesOut, Identity, OpenArgs, PoolDesc};
 use kvdock_plugin_api::{CacheMode, Capabilities, ErrorKind, HealthState};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -18,7 +18,7 @@ use super::host_table::{HOST_TABLE, HostContext};
 use super::identity::WorkerIdentity;
 use super::instance::{Instance, Parts, control_context, health};
 use super::library::{Library, load_with};
-use super::pool_desc::OwnedPoolDesc;
+use super::pool_desc::{OwnedPoolDesc, Registered};
 use super::schema::validate;
 use super::state::{BackendState, StateCell};
 use crate::config::{BackendTable as BackendConfig, KeyScheme};
@@ -37,8 +37,8 @@ pub struct OpenRequest {
     pub folders: Vec<PathBuf>,
     /// Who this worker is.
     pub identity: Arc<WorkerIdentity>,
-    /// The pool to register.
-    pub pool: HostPoolDescription,
+    /// The pools to register, the anchor first.
+    pub pools: Arc<[HostPoolDescription]>,
     /// Where its state is shown while it opens, and later.
     pub state: Arc<StateCell>,
     /// Where the calls from `open` to the health check are counted; busy after a failure as long as one has not returned.
@@ -78,7 +78,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         name: name.clone(),
         library: library.clone(),
         identity: request.identity.clone(),
-        pool: request.pool.clone(),
+        pools: request.pools.clone(),
         key_scheme: request.config.key_scheme,
         config_json,
         context,
@@ -94,6 +94,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         library: library.clone(),
         raw,
         capabilities,
+        pools: Registered::of(&request.pools),
         context,
         settings: request.config.settings.clone(),
         state: state.clone(),
@@ -122,7 +123,7 @@ struct Steps {
     name: String,
     library: Arc<Library>,
     identity: Arc<WorkerIdentity>,
-    pool: HostPoolDescription,
+    pools: Arc<[HostPoolDescription]>,
     key_scheme: KeyScheme,
     config_json: String,
     context: &'static HostContext,
@@ -205,17 +206,28 @@ impl Steps {
         Ok(RawInstance(raw))
     }
 
-    /// Registers the pool and asks for the health. Gives the trouble of an instance that serves all the same.
+    /// Registers the pools and asks for the health. Gives the trouble of an instance that serves all the same.
     fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<Option<String>, CallFailure> {
         self.state.go(BackendState::Registering, "");
         let context = control_context(self.deadline);
-        let anchor = OwnedPoolDesc::anchor(&self.pool, self.key_scheme == KeyScheme::Kvdock);
-        let desc = anchor.raw();
+        let pools = OwnedPoolDesc::all(&self.pools, self.key_scheme == KeyScheme::Kvdock);
+        let descs: Vec<PoolDesc> = pools.iter().map(OwnedPoolDesc::raw).collect();
+        let Some((anchor, sides)) = descs.split_first() else {
+            return Err(CallFailure::new(ErrorKind::Internal, false, "there is no pool to register"));
+        };
         let mut message = Vec::new();
         invoke(&mut message, |error| {
             // SAFETY: the instance is open; the description lives until the call returns, the pool as long as the process.
-            unsafe { face.register_mem_pool_host(raw, &raw const context, &raw const desc, error) }
+            unsafe { face.register_mem_pool_host(raw, &raw const context, &raw const *anchor, error) }
         })?;
+        if !sides.is_empty() {
+            invoke(&mut message, |error| {
+                // SAFETY: as above.
+                unsafe {
+                    face.register_v2_side_pools(raw, &raw const context, sides.as_ptr(), sides.len() as u64, error)
+                }
+            })?;
+        }
         invoke(&mut message, |error| {
             // SAFETY: the instance is open.
             unsafe { face.pools_ready(raw, &raw const context, error) }

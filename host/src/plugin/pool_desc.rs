@@ -1,18 +1,60 @@
-//! The host pool as it crosses the boundary.
+//! The host pools as they cross the boundary.
 
 use std::ffi::c_void;
 
-use kvdock_plugin_api::v0_1::{Component, NONE, PoolDesc, Region, Segment};
+use kvdock_plugin_api::v0_1::{Component, NONE, PoolDesc, PoolQuery, Region, Segment};
 use kvdock_plugin_api::{ComponentKind, HitPolicy, MemoryKind, PoolRole};
 
-use super::backend::HostPoolDescription;
+use super::backend::{Held, HostPoolDescription, PlaneKind, PoolGroup, PoolHit};
 
-/// Number under which the anchor pool is registered.
+/// Number under which the anchor pool is registered. Side pools follow in the order of their descriptions.
 pub const ANCHOR_POOL: u32 = 0;
+
+/// A registered pool, as calls need to know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Registered {
+    /// Its number.
+    pub pool: u32,
+    /// Whose page numbers it goes by.
+    pub group: PoolGroup,
+    /// What a prefix needs of it.
+    pub hit: PoolHit,
+}
+
+impl Registered {
+    /// The pools of a host, numbered: the anchor first.
+    pub fn of(pools: &[HostPoolDescription]) -> Vec<Registered> {
+        let numbered = pools.iter().zip(ANCHOR_POOL..);
+        numbered.map(|(pool, number)| Registered { pool: number, group: pool.group, hit: pool.hit }).collect()
+    }
+
+    /// Asks for it in an `exists`, beside the pages that are `held`.
+    pub fn query(&self, held: &Held) -> PoolQuery {
+        let (hit_policy, trailing_pages) = policy(self.hit);
+        PoolQuery {
+            pool: self.pool,
+            hit_policy,
+            trailing_pages,
+            block_pages: 0,
+            group_pages: 0,
+            held_pages: held[self.group as usize],
+        }
+    }
+}
+
+fn policy(hit: PoolHit) -> (u32, u32) {
+    match hit {
+        PoolHit::AllPages => (HitPolicy::AllPages.raw(), 0),
+        PoolHit::TrailingPages(pages) => (HitPolicy::TrailingPages.raw(), pages),
+    }
+}
 
 /// A description with the arrays that its C form points into.
 #[derive(Debug)]
 pub struct OwnedPoolDesc {
+    number: u32,
+    /// The pool whose page numbers it shares.
+    indices_from: u32,
     name: String,
     layout: String,
     regions: Vec<Region>,
@@ -26,9 +68,26 @@ pub struct OwnedPoolDesc {
 unsafe impl Send for OwnedPoolDesc {}
 
 impl OwnedPoolDesc {
-    /// The anchor pool. Without `sealed` its pages end before the seal, which is the last of their pieces.
+    /// All pools of a host, the anchor first. Without `sealed` their pages end before the seal, which is the last of their pieces.
+    pub fn all(pools: &[HostPoolDescription], sealed: bool) -> Vec<OwnedPoolDesc> {
+        let numbered = pools.iter().zip(ANCHOR_POOL..);
+        numbered
+            .clone()
+            .map(|(pool, number)| {
+                let owner = numbered.clone().find(|(other, _)| other.group == pool.group).map(|(_, owner)| owner);
+                let indices_from = owner.filter(|&owner| owner != number).unwrap_or(NONE);
+                OwnedPoolDesc::new(pool, number, indices_from, sealed)
+            })
+            .collect()
+    }
+
+    /// The anchor pool alone.
     pub fn anchor(pool: &HostPoolDescription, sealed: bool) -> OwnedPoolDesc {
-        let regions = vec![Region {
+        OwnedPoolDesc::new(pool, ANCHOR_POOL, NONE, sealed)
+    }
+
+    fn new(pool: &HostPoolDescription, number: u32, indices_from: u32, sealed: bool) -> OwnedPoolDesc {
+        let region = Region {
             base: pool.base as *mut c_void,
             len: pool.bytes,
             memory_kind: if pool.pinned { MemoryKind::CudaPinned } else { MemoryKind::Host }.raw(),
@@ -36,7 +95,10 @@ impl OwnedPoolDesc {
             fd_offset: 0,
             device_uuid: [0; 16],
             flags: 0,
-        }];
+        };
+        // A logical pool has no memory, so there is nothing to register and no seal.
+        let regions = if pool.logical { Vec::new() } else { vec![region] };
+        let sealed = sealed && !pool.logical;
         let count = if sealed { pool.segments.len() } else { pool.segments.len().saturating_sub(1) };
         let segments = pool
             .segments
@@ -49,7 +111,13 @@ impl OwnedPoolDesc {
             .iter()
             .map(|c| Component {
                 layer: c.layer,
-                kind: if c.component == 0 { ComponentKind::K } else { ComponentKind::V }.raw(),
+                kind: match c.kind {
+                    PlaneKind::K => ComponentKind::K,
+                    PlaneKind::V => ComponentKind::V,
+                    PlaneKind::State => ComponentKind::State,
+                    PlaneKind::Other => ComponentKind::Other,
+                }
+                .raw(),
                 segment: c.segment,
                 reserved: 0,
                 offset: c.offset,
@@ -59,6 +127,8 @@ impl OwnedPoolDesc {
             })
             .collect();
         OwnedPoolDesc {
+            number,
+            indices_from,
             name: pool.name.clone(),
             layout: pool.layout.clone(),
             regions,
@@ -71,10 +141,11 @@ impl OwnedPoolDesc {
 
     /// The C form; it points into `self`.
     pub fn raw(&self) -> PoolDesc {
+        let (hit_policy, trailing_pages) = policy(self.pool.hit);
         PoolDesc {
-            pool: ANCHOR_POOL,
-            role: PoolRole::Anchor.raw(),
-            logical: 0,
+            pool: self.number,
+            role: if self.number == ANCHOR_POOL { PoolRole::Anchor } else { PoolRole::Side }.raw(),
+            logical: u32::from(self.pool.logical),
             dtype: self.pool.dtype.raw(),
             name: self.name.as_str().into(),
             layout: self.layout.as_str().into(),
@@ -92,11 +163,11 @@ impl OwnedPoolDesc {
                 Ok(count) if self.sealed => count.wrapping_sub(1),
                 _ => NONE,
             },
-            hit_policy: HitPolicy::AllPages.raw(),
-            trailing_pages: 0,
+            hit_policy,
+            trailing_pages,
             block_pages: 0,
             group_pages: 0,
-            indices_from_pool: NONE,
+            indices_from_pool: self.indices_from,
             replicated: 0,
             reserved: 0,
         }
@@ -110,11 +181,13 @@ mod tests {
     use super::super::backend::HostPoolSegment;
     use super::*;
 
-    #[test]
-    fn without_a_seal_a_page_ends_before_it() {
+    fn pool(name: &str, group: PoolGroup, hit: PoolHit) -> HostPoolDescription {
         let piece = |offset, len| HostPoolSegment { offset, stride: len, len };
-        let pool = HostPoolDescription {
-            name: "kv".into(),
+        HostPoolDescription {
+            name: name.into(),
+            group,
+            hit,
+            logical: false,
             layout: "page_first".into(),
             dtype: Dtype::F16,
             pages: 4,
@@ -126,7 +199,12 @@ mod tests {
             fd: -1,
             segments: vec![piece(0, 64), piece(256, 64), piece(512, 32)],
             components: Vec::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn without_a_seal_a_page_ends_before_it() {
+        let pool = pool("kv", PoolGroup::Full, PoolHit::AllPages);
         let (sealed, plain) = (OwnedPoolDesc::anchor(&pool, true), OwnedPoolDesc::anchor(&pool, false));
         let of = |desc: &OwnedPoolDesc| {
             let raw = desc.raw();
@@ -139,5 +217,34 @@ mod tests {
         };
         assert_eq!((kind(false), kind(true)), (MemoryKind::Host.raw(), MemoryKind::CudaPinned.raw()));
         assert_eq!(of(&plain), (2, 128, NONE));
+    }
+
+    #[test]
+    fn side_pools_say_whose_numbers_they_share_and_what_a_hit_needs() {
+        let anchor = HostPoolDescription {
+            logical: true,
+            segments: Vec::new(),
+            layers: 0,
+            ..pool("kv", PoolGroup::Full, PoolHit::AllPages)
+        };
+        let pools = [
+            anchor,
+            pool("rows", PoolGroup::Full, PoolHit::AllPages),
+            pool("swa", PoolGroup::Window, PoolHit::TrailingPages(3)),
+            pool("ring", PoolGroup::Window, PoolHit::TrailingPages(1)),
+        ];
+        let owned = OwnedPoolDesc::all(&pools, true);
+        let of = |desc: &OwnedPoolDesc| {
+            let raw = desc.raw();
+            (raw.pool, raw.role, raw.indices_from_pool, raw.trailing_pages, raw.region_count)
+        };
+        let (main, side) = (PoolRole::Anchor.raw(), PoolRole::Side.raw());
+        let found: Vec<_> = owned.iter().map(of).collect();
+        assert_eq!(found, [(0, main, NONE, 0, 0), (1, side, 0, 0, 1), (2, side, NONE, 3, 1), (3, side, 2, 1, 1)]);
+        let logical = owned[0].raw();
+        assert_eq!((logical.logical, logical.page_bytes, logical.seal_segment), (1, 0, NONE));
+        let query = Registered::of(&pools)[2].query(&[7, 5, 0]);
+        assert_eq!((query.pool, query.trailing_pages, query.held_pages), (2, 3, 5));
+        assert_eq!(query.hit_policy, HitPolicy::TrailingPages.raw());
     }
 }

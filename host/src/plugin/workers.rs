@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use kvdock_plugin_api::ErrorKind;
 
 use super::abi::{Face, RawInstance};
+use super::backend::PoolGroup;
 use super::call::{CallBuffers, CallFailure, Operation};
+use super::pool_desc::Registered;
 
 /// How long a call may go on after it was cancelled at its deadline, before the caller gives up.
 const GRACE: Duration = Duration::from_millis(20);
@@ -55,13 +57,15 @@ struct Worker {
 struct Late {
     calls: usize,
     pages: usize,
-    returned: Vec<u32>,
+    /// By group.
+    returned: [Vec<u32>; PoolGroup::ALL.len()],
 }
 
 struct Shared {
     backend: String,
     face: &'static dyn Face,
     instance: RawInstance,
+    pools: Vec<Registered>,
     workers: Vec<Worker>,
     free: Mutex<Vec<usize>>,
     freed: Condvar,
@@ -89,7 +93,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Workers {
-    /// Starts `count` threads.
+    /// Starts `count` threads, for calls about `pools`.
     ///
     /// # Errors
     /// When the system gives no thread.
@@ -97,6 +101,7 @@ impl Workers {
         backend: &str,
         face: &'static dyn Face,
         instance: RawInstance,
+        pools: Vec<Registered>,
         count: usize,
         on_all_late: Box<dyn Fn() + Send + Sync>,
     ) -> std::io::Result<Workers> {
@@ -112,6 +117,7 @@ impl Workers {
             backend: backend.to_owned(),
             face,
             instance,
+            pools,
             workers,
             free: Mutex::new((0..count).collect()),
             freed: Condvar::new(),
@@ -213,9 +219,9 @@ impl Workers {
         }
     }
 
-    /// Pages of late calls that have returned since the last call of this function.
-    pub fn reclaim(&self) -> Vec<u32> {
-        std::mem::take(&mut lock(&self.shared.late).returned)
+    /// Pages of late calls about a group that have returned since the last call of this function.
+    pub fn reclaim(&self, group: PoolGroup) -> Vec<u32> {
+        std::mem::take(&mut lock(&self.shared.late).returned[group as usize])
     }
 
     /// Pages that late calls hold.
@@ -286,7 +292,7 @@ impl Shared {
                 slot = worker.wake.wait(slot).unwrap_or_else(PoisonError::into_inner);
             };
             drop(slot);
-            let result = buffers.run(operation, self.face, self.instance);
+            let result = buffers.run(operation, self.face, self.instance, &self.pools);
             let mut slot = lock(&worker.slot);
             match slot.late_since.take() {
                 None => {
@@ -311,7 +317,9 @@ impl Shared {
         let mut late = lock(&self.late);
         late.calls = late.calls.saturating_sub(1);
         late.pages = late.pages.saturating_sub(buffers.pages.len());
-        late.returned.extend_from_slice(&buffers.pages);
+        if let Some(group) = buffers.group {
+            late.returned[group as usize].extend_from_slice(&buffers.pages);
+        }
         drop(late);
         let (backend, pages, seconds) = (self.backend.as_str(), buffers.pages.len(), since.elapsed().as_secs_f64());
         tracing::warn!(

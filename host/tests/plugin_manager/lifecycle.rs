@@ -19,7 +19,10 @@ fn pages_go_through_an_attached_backend_and_are_there_after_it_comes_back() {
     sink.page(1).fill(0xaa);
     sink.page(2).fill(0xbb);
     assert_eq!(set(&sink, [1, 2]), [PageStatus::Ok; 2]);
-    let hit = sink.only().batch_exists(&options(), &[KEYS[0], KEYS[1], [3; 32]], &ChainInfo::default()).unwrap();
+    let hit = sink
+        .only()
+        .batch_exists(&options(), &[KEYS[0], KEYS[1], [3; 32]], &Held::default(), &ChainInfo::default())
+        .unwrap();
     assert_eq!(hit.longest(), 2);
 
     assert_eq!(manager.detach(None, false).unwrap(), "file is detached.");
@@ -49,7 +52,7 @@ fn h10_the_same_name_with_another_config_or_another_build_replaces_in_one_step()
     assert!(said.contains("It replaces file."), "{said}");
     assert_ne!(sink.only().generation(), first.generation());
     assert_eq!(get(&sink, [3, 4]), [PageStatus::Missing; 2], "the other folder is empty");
-    let refused = first.batch_exists(&options(), &KEYS, &ChainInfo::default()).unwrap_err();
+    let refused = first.batch_exists(&options(), &KEYS, &Held::default(), &ChainInfo::default()).unwrap_err();
     assert_eq!(refused.kind, ErrorKind::Unavailable, "the old instance takes no more calls");
 
     let old_digest = manager.status().backends[0].sha256.clone();

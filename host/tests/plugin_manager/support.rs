@@ -44,6 +44,9 @@ impl Sink {
         Arc::new(Sink {
             pool: HostPoolDescription {
                 name: "kv".into(),
+                group: PoolGroup::Full,
+                hit: PoolHit::AllPages,
+                logical: false,
                 layout: "page_first".into(),
                 dtype: kvdock_plugin_api::Dtype::F16,
                 pages: PAGES as u32,
@@ -83,8 +86,8 @@ impl Sink {
 }
 
 impl BackendSink for Sink {
-    fn host_pool(&self) -> Option<HostPoolDescription> {
-        Some(self.pool.clone())
+    fn host_pools(&self) -> Vec<HostPoolDescription> {
+        vec![self.pool.clone()]
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         let mut in_use = self.in_use.lock().unwrap();
@@ -200,13 +203,13 @@ pub fn options() -> CallOptions {
 
 pub fn set(sink: &Sink, pages: [u32; 2]) -> Vec<PageStatus> {
     let mut status = [PageStatus::Unset; 2];
-    sink.only().batch_set(&options(), &KEYS, &pages, &ChainInfo::default(), &mut status).unwrap();
+    sink.only().batch_set(&options(), PoolGroup::Full, &KEYS, &pages, &ChainInfo::default(), &mut status).unwrap();
     status.to_vec()
 }
 
 pub fn get(sink: &Sink, pages: [u32; 2]) -> Vec<PageStatus> {
     let mut status = [PageStatus::Unset; 2];
-    sink.only().batch_get(&options(), &KEYS, &pages, &ChainInfo::default(), &mut status).unwrap();
+    sink.only().batch_get(&options(), PoolGroup::Full, &KEYS, &pages, &ChainInfo::default(), &mut status).unwrap();
     status.to_vec()
 }
 

@@ -38,6 +38,9 @@ fn pool() -> HostPoolDescription {
     });
     HostPoolDescription {
         name: "kv".to_owned(),
+        group: PoolGroup::Full,
+        hit: PoolHit::AllPages,
+        logical: false,
         layout: "page_first".to_owned(),
         dtype: Dtype::F16,
         pages: PAGES as u32,
@@ -128,14 +131,14 @@ impl Host {
         (0..4).for_each(|page| self.fill(page, page as u8 + 1));
         let stored: Vec<Vec<u8>> = (0..4).map(|page| self.bytes(page)).collect();
         let mut status = vec![PageStatus::Unset; 4];
-        backend.batch_set(&options, &keys[..4], &[0, 1, 2, 3], &chain, &mut status).unwrap();
+        backend.batch_set(&options, PoolGroup::Full, &keys[..4], &[0, 1, 2, 3], &chain, &mut status).unwrap();
         assert_eq!(status, [PageStatus::Ok; 4]);
-        assert_eq!(backend.batch_exists(&options, &keys, &chain).unwrap().longest(), 4);
+        assert_eq!(backend.batch_exists(&options, &keys, &Held::default(), &chain).unwrap().longest(), 4);
         assert_eq!(backend.stats().unwrap().pages, 4);
 
         (0..16).for_each(|page| self.fill(page, 200));
         let mut status = vec![PageStatus::Unset; 5];
-        backend.batch_get(&options, &keys, &[9, 8, 7, 6, 5], &chain, &mut status).unwrap();
+        backend.batch_get(&options, PoolGroup::Full, &keys, &[9, 8, 7, 6, 5], &chain, &mut status).unwrap();
         assert_eq!(status[..4], [PageStatus::Ok; 4]);
         assert_eq!(status[4], PageStatus::Missing);
         for (page, expected) in [9, 8, 7, 6].into_iter().zip(&stored) {
@@ -143,8 +146,8 @@ impl Host {
         }
 
         let mut status = vec![PageStatus::Unset; 1];
-        backend.batch_remove(&options, &keys[1..2], &mut status).unwrap();
-        assert_eq!(backend.batch_exists(&options, &keys, &chain).unwrap().longest(), 1);
+        backend.batch_remove(&options, PoolGroup::Full, &keys[1..2], &mut status).unwrap();
+        assert_eq!(backend.batch_exists(&options, &keys, &Held::default(), &chain).unwrap().longest(), 1);
         backend.flush(&options).unwrap();
     }
 
@@ -154,8 +157,8 @@ impl Host {
 }
 
 impl BackendSink for Sink {
-    fn host_pool(&self) -> Option<HostPoolDescription> {
-        Some(self.description.clone())
+    fn host_pools(&self) -> Vec<HostPoolDescription> {
+        vec![self.description.clone()]
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, _: Place) {
         *self.backend.lock().unwrap() = Some(backend);

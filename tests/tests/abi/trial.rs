@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvdock::plugin::backend::{CallOptions, ChainInfo, PageStatus};
+use kvdock::plugin::backend::{CallOptions, ChainInfo, PageStatus, PoolGroup};
 use kvdock::plugin::inspect::inspect_with;
 use kvdock::plugin::library::{load, load_with};
 use kvdock::plugin::{AbiVersions, Reason};
@@ -86,7 +86,7 @@ fn a_plugin_with_both_tables_is_called_by_0_2_in_a_host_that_knows_both() {
     host.fill(0, 99);
     let mut status = [PageStatus::Unset];
     let options = CallOptions::within(Duration::from_secs(20));
-    host.backend().batch_set(&options, &[[77; 32]], &[0], &ChainInfo::default(), &mut status).unwrap();
+    host.backend().batch_set(&options, PoolGroup::Full, &[[77; 32]], &[0], &ChainInfo::default(), &mut status).unwrap();
     assert_eq!((status, plugin.pinned()), ([PageStatus::Ok], 1), "a page that is set with a priority is pinned");
     assert_eq!(plugin.pin(&[[1; 32], [3; 32]]), (0, String::new()));
     assert_eq!(plugin.pinned(), 3);

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use kvdock::cache::Guarded;
 use kvdock::plugin::AbiVersions;
-use kvdock::plugin::backend::{CallOptions, ChainInfo, PageKey, PageStatus};
+use kvdock::plugin::backend::{CallOptions, ChainInfo, PageKey, PageStatus, PoolGroup};
 use kvdock_tests::frozen;
 
 use crate::pool::Host;
@@ -95,12 +95,12 @@ fn through_all_layers(abi: AbiVersions, folder: &Path) {
     let pages: Vec<u32> = (0..PAGES as u32).collect();
     let mut status = vec![PageStatus::Unset; PAGES];
     let options = CallOptions::within(Duration::from_secs(60));
-    backend.batch_set(&options, own, &pages, &chain, &mut status).unwrap();
+    backend.batch_set(&options, PoolGroup::Full, own, &pages, &chain, &mut status).unwrap();
     assert_eq!(status, [PageStatus::Ok; PAGES]);
 
     let mut get = || {
         status.fill(PageStatus::Unset);
-        backend.batch_get(&options, own, &pages, &chain, &mut status).unwrap();
+        backend.batch_get(&options, PoolGroup::Full, own, &pages, &chain, &mut status).unwrap();
         assert!(status.iter().all(|status| *status == PageStatus::Ok));
     };
     (0..WARM_UP).for_each(|_| get());

@@ -5,21 +5,67 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use kvdock::cache::{CacheConfig, CacheManager, HostLayout, NoEvents, StorageHandle, Tiers};
+use kvdock::cache::{CacheConfig, CacheManager, CacheMemory, CacheRoom, HostLayout, NoEvents, StorageHandle, Tiers};
 use kvdock::config::{BackendTable, Sources};
 use kvdock::engine::{
-    Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, Request, RequestStream, SamplingParams, Usage,
+    Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, ModelMemory, Request, RequestStream,
+    SamplingParams, Usage,
 };
 use kvdock::plugin::backend::{BackendSink, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend};
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype};
-use kvdock_models::{LoadOptions, LoadedModel, load};
+use kvdock_models::{KvGeometry, LoadOptions, LoadedModel, PoolSet, PoolSizes, load};
 use kvdock_tests::{paths, prompt};
 
 const PAGE: usize = 16;
-const DEVICE_PAGES: usize = 512;
-const HOST_PAGES: u32 = 512;
+
+/// How an engine is started.
+#[derive(Clone, Copy)]
+pub struct Setup<'a> {
+    /// Tokens prefilled in a step.
+    pub chunk: usize,
+    /// Where pages are stored; none for no storage.
+    pub folder: Option<&'a Path>,
+    /// Fewest missing tokens for which storage is asked.
+    pub threshold: usize,
+    /// Pages of all tokens on the device.
+    pub device_pages: usize,
+    /// Pages of windows on the device.
+    pub window_pages: usize,
+    /// Pages of all tokens on the host, and of windows.
+    pub host_pages: u32,
+    /// Recurrent states on the device, beside those of requests that run; twice as many on the host.
+    pub states: usize,
+    /// Requests that run side by side.
+    pub running: usize,
+}
+
+impl Default for Setup<'_> {
+    fn default() -> Self {
+        Setup {
+            chunk: 512,
+            folder: None,
+            threshold: CacheConfig::default().prefetch_threshold,
+            device_pages: 512,
+            window_pages: 512,
+            host_pages: 512,
+            states: 48,
+            running: 16,
+        }
+    }
+}
+
+/// Puts something between the cache and a backend that is attached; it is told the host pools.
+pub trait Wrap:
+    Fn(Arc<dyn StorageBackend>, Vec<HostPoolDescription>) -> Arc<dyn StorageBackend> + Send + Sync + 'static
+{
+}
+
+impl<F> Wrap for F where
+    F: Fn(Arc<dyn StorageBackend>, Vec<HostPoolDescription>) -> Arc<dyn StorageBackend> + Send + Sync + 'static
+{
+}
 
 /// Where a prefix came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +104,8 @@ impl Rows {
 /// What a run gave.
 pub struct Run {
     pub rows: Rows,
+    /// What was generated.
+    pub tokens: Vec<u32>,
     usage: Usage,
 }
 
@@ -71,6 +119,13 @@ impl Run {
     }
 }
 
+impl Run {
+    /// Tokens of the prompt that were not computed.
+    pub fn cached(&self) -> u32 {
+        self.usage.cached_tokens()
+    }
+}
+
 type Recorded = Arc<Mutex<BTreeMap<String, Rows>>>;
 
 /// A running engine.
@@ -79,25 +134,84 @@ pub struct Rig {
     storage: PluginManager,
     runtime: tokio::runtime::Runtime,
     recorded: Recorded,
+    vocab: u32,
 }
 
-fn model() -> &'static (LoadedModel, Arc<dyn Device>) {
-    static MODEL: OnceLock<(LoadedModel, Arc<dyn Device>)> = OnceLock::new();
-    MODEL.get_or_init(|| {
+/// A model, and the device that it runs on.
+pub struct Loaded {
+    model: LoadedModel,
+    device: Arc<dyn Device>,
+    /// Tokens a page.
+    pub page: usize,
+}
+
+impl Loaded {
+    /// Loads the checkpoint at `path`, for pages of 16 tokens or what its pools take.
+    pub fn from(path: &Path) -> Self {
+        Self::with_page(path, PAGE)
+    }
+
+    /// As `from`, for pages of `page` tokens or what its pools take.
+    pub fn with_page(path: &Path, page: usize) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(threads).expect("a CPU device"));
-        let model = load(&paths::model(), &LoadOptions::new(device.clone())).expect("the small model loads");
-        (model, device)
-    })
+        let model = load(path, &LoadOptions::new(device.clone())).expect("the model loads");
+        let page = page.next_multiple_of(model.spec().page_multiple);
+        Self { model, device, page }
+    }
+
+    /// Tokens that the model knows.
+    pub fn vocab(&self) -> u32 {
+        u32::try_from(self.model.spec().vocab_size).expect("a small number")
+    }
+
+    /// Memory for the model and for the cache.
+    fn memory(&self, setup: &Setup<'_>) -> (ModelMemory, CacheMemory) {
+        let spec = self.model.spec();
+        if let Some(kv) = spec.kv.filter(|_| spec.pools.len() == 1) {
+            let shape = kv.pool(KvDtype::F16, self.page, setup.device_pages);
+            let pool = self.device.alloc_kv_pool(shape).expect("a KV pool");
+            return (pool.clone().into(), pool.into());
+        }
+        let sizes = PoolSizes {
+            page_tokens: self.page,
+            anchor_pages: setup.device_pages,
+            window_pages: setup.window_pages,
+            slots: setup.running + setup.states,
+            dtype: KvDtype::F16,
+        };
+        let pools = PoolSet::allocate(self.device.as_ref(), &spec.pools, sizes).expect("the pools");
+        let room =
+            CacheRoom { running: setup.running, host_windows: setup.host_pages, host_states: 2 * setup.states as u32 };
+        let cache = CacheMemory::of_pools(&pools, spec.layers, room).expect("the cache's memory");
+        (ModelMemory::Pools(Arc::new(pools)), cache)
+    }
+}
+
+fn small() -> &'static Loaded {
+    static MODEL: OnceLock<Loaded> = OnceLock::new();
+    MODEL.get_or_init(|| Loaded::from(&paths::model()))
 }
 
 impl Rig {
     /// An engine that prefills `chunk` tokens in a step, over the pages in `folder`.
     pub fn start(chunk: usize, folder: &Path) -> Self {
-        let (model, device) = model();
+        Self::of(small(), Setup { chunk, folder: Some(folder), ..Setup::default() })
+    }
+
+    /// An engine for this model.
+    pub fn of(loaded: &Loaded, setup: Setup<'_>) -> Self {
+        Self::over(loaded, setup, |backend, _| backend)
+    }
+
+    /// As `of`, with something between the cache and its store.
+    pub fn over(loaded: &Loaded, setup: Setup<'_>, wrap: impl Wrap) -> Self {
+        let Setup { chunk, folder, threshold, .. } = setup;
+        let model = &loaded.model;
         let spec = model.spec();
-        let kv = spec.one_pool().expect("a model of one pool");
-        let pool = device.alloc_kv_pool(kv.pool(KvDtype::F16, PAGE, DEVICE_PAGES)).expect("a KV pool");
+        let (pool, memory) = loaded.memory(&setup);
+        let none = KvGeometry { layers: spec.layers, kv_heads: 0, head_dim_k: 0, head_dim_v: 0 };
+        let kv = spec.kv.unwrap_or(none);
         let small = |number: usize| u32::try_from(number).expect("a small number");
         let namespace = Namespace {
             format: PAGE_FORMAT,
@@ -105,7 +219,7 @@ impl Rig {
             weights_sha256: spec.weights_digest_hex(),
             kv_dtype: "f16".to_owned(),
             host_layout: "page_first".to_owned(),
-            page_tokens: small(PAGE),
+            page_tokens: small(loaded.page),
             layers: small(kv.layers),
             kv_heads: small(kv.kv_heads),
             head_dim_k: small(kv.head_dim_k),
@@ -117,21 +231,21 @@ impl Rig {
         };
         let identity = WorkerIdentity::new(namespace, "small", spec.weights_digest);
         let cache_config = CacheConfig {
-            host_pages: HOST_PAGES,
+            host_pages: setup.host_pages,
             host_layout: HostLayout::PageFirst,
             identity: identity.namespace.digest(),
+            prefetch_threshold: threshold,
             // Nothing here is about being late.
             prefetch_timeout_base: Duration::from_secs(60),
             ..CacheConfig::default()
         };
         let mailbox = Mailbox::new();
-        let cache =
-            CacheManager::new(cache_config, pool.clone(), Arc::new(NoEvents), mailbox.waker()).expect("a cache");
-        let sink = Sink { storage: cache.storage() };
+        let cache = CacheManager::over(cache_config, memory, Arc::new(NoEvents), mailbox.waker()).expect("a cache");
+        let sink = Sink { storage: cache.storage(), wrap: Box::new(wrap) };
         let recorded = Recorded::default();
         let engine_config = EngineConfig {
             prefill_chunk: chunk,
-            max_running_requests: 16,
+            max_running_requests: setup.running,
             max_queued_requests: 16,
             logits_tap: Some(tap(recorded.clone())),
         };
@@ -140,16 +254,18 @@ impl Rig {
         let engine = Engine::start(engine_config, parts).expect("the engine starts");
 
         let mut config = kvdock::config::load(&Sources::default()).expect("the defaults are right").config.storage;
-        let mut table = BackendTable::new("file");
-        table.own.insert("dir".to_owned(), folder.to_str().expect("a UTF-8 path").into());
-        table.own.insert("min_free_bytes".to_owned(), 0.into());
-        config.backend = Some("file".to_owned());
-        config.tables.insert("file".to_owned(), table);
+        if let Some(folder) = folder {
+            let mut table = BackendTable::new("file");
+            table.own.insert("dir".to_owned(), folder.to_str().expect("a UTF-8 path").into());
+            table.own.insert("min_free_bytes".to_owned(), 0.into());
+            config.backend = Some("file".to_owned());
+            config.tables.insert("file".to_owned(), table);
+        }
         let plugins = paths::file_plugin().parent().expect("the plugin lies in a folder").to_path_buf();
         let storage = PluginManager::new(config, vec![plugins], identity, Arc::new(sink));
         storage.attach_configured().expect("the file plugin is attached");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        Self { engine, storage, runtime, recorded }
+        Self { engine, storage, runtime, recorded, vocab: loaded.vocab() }
     }
 
     fn submit(&self, id: &str, prompt: &[u32], new: u32, salt: Option<&str>) -> RequestStream {
@@ -170,7 +286,7 @@ impl Rig {
         let positions: Vec<usize> = rows.0.keys().copied().collect();
         let expected: Vec<usize> = (prompt - 1..prompt - 1 + new as usize).collect();
         assert_eq!(positions, expected, "a row for each new token; {:?}", whole.reason);
-        Run { rows, usage: whole.usage }
+        Run { rows, tokens: whole.token_ids.clone(), usage: whole.usage }
     }
 
     /// Runs one request with nothing beside it.
@@ -183,7 +299,8 @@ impl Rig {
     pub fn run_in_company(&self, id: &str, prompt: &[u32], new: u32, salt: Option<&str>) -> Run {
         let other = |number: u64| {
             let tokens = 20 + 11 * number as usize;
-            self.submit(&format!("{id}-{number}"), &prompt::ids(200 + number, tokens), 24, None)
+            let ids: Vec<u32> = prompt::ids(200 + number, tokens).iter().map(|id| id % self.vocab).collect();
+            self.submit(&format!("{id}-{number}"), &ids, 24, None)
         };
         let before: Vec<RequestStream> = (0..4).map(other).collect();
         let main = self.submit(id, prompt, new, salt);
@@ -193,6 +310,25 @@ impl Rig {
             assert_eq!(self.collect(stream).token_ids.len(), 24, "the others are served as well");
         }
         self.result(id, &whole, prompt.len(), new)
+    }
+
+    /// Empties device and host, once storage has all that is to be stored.
+    pub fn empty_all(&self) {
+        let handle = self.engine.handle();
+        let deadline = std::time::Instant::now() + Duration::from_secs(30);
+        loop {
+            let device = self.runtime.block_on(handle.flush(Tiers::DEVICE)).expect("the engine runs");
+            // What waits to be stored would leave the host before it is written.
+            let pending = handle.cache_counters().snapshot().backup_pending_pages;
+            if pending == 0 && device.device_kept == 0 {
+                let flushed = self.runtime.block_on(handle.flush(Tiers::ALL)).expect("the engine runs");
+                if (flushed.device_kept, flushed.host_kept) == (0, 0) {
+                    return;
+                }
+            }
+            assert!(std::time::Instant::now() < deadline, "pages are still held: {device:?}, {pending} wait");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Empties the device tier; the host keeps its pages, once all of them are there.
@@ -233,13 +369,15 @@ fn tap(recorded: Recorded) -> kvdock::engine::LogitsTap {
 /// Passes backends to the cache.
 struct Sink {
     storage: StorageHandle,
+    wrap: Box<dyn Wrap>,
 }
 
 impl BackendSink for Sink {
-    fn host_pool(&self) -> Option<HostPoolDescription> {
-        self.storage.host_pool()
+    fn host_pools(&self) -> Vec<HostPoolDescription> {
+        self.storage.host_pools()
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
+        let backend = (self.wrap)(backend, self.storage.host_pools());
         self.storage.attached(backend, place);
     }
     fn detached(&self, name: &str) -> bool {

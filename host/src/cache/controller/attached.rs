@@ -17,6 +17,7 @@ use super::quarantine::Quarantine;
 use crate::cache::config::WritePolicy;
 use crate::cache::pool::HostPool;
 use crate::cache::stats::{BackendCounters, CacheCounters, StorageOp};
+use crate::cache::unified::{Component, PerComponent};
 use crate::plugin::backend::{
     BackendError, BackendLimits, BackendSettings, BreakEven, BreakerState, CallOptions, ErrorKind, GuardReport,
     StorageBackend, WayReport,
@@ -103,12 +104,13 @@ pub(crate) struct Attached {
     pub speed: ReadSpeed,
     counters: Arc<CacheCounters>,
     policy: Option<WritePolicy>,
-    belief: Mutex<Belief>,
+    /// By component.
+    belief: Mutex<PerComponent<Belief>>,
     /// How often its store was emptied.
     emptied: AtomicU32,
     ways: [WayState; 2],
     limits: [Option<Bucket>; 2],
-    quarantine: Quarantine,
+    quarantine: PerComponent<Quarantine>,
     retired: AtomicBool,
     running: Mutex<usize>,
     idle: Condvar,
@@ -151,7 +153,7 @@ impl Attached {
             belief: Mutex::default(),
             emptied: AtomicU32::new(0),
             ways: Default::default(),
-            quarantine: Quarantine::default(),
+            quarantine: PerComponent::default(),
             retired: AtomicBool::new(false),
             running: Mutex::new(0),
             idle: Condvar::new(),
@@ -462,24 +464,24 @@ impl Attached {
         BackendError { backend, kind, retryable: false, message, pages_in_use: false }
     }
 
-    /// Takes note that a late call still holds `pages`. It is one of their holders in the pool.
-    pub fn hold(&self, pages: &[u32], host: &HostPool) {
-        self.quarantine.hold(pages, host);
+    /// Takes note that a late call still holds `pages` of a component's host pool. It is one of their holders in the pool.
+    pub fn hold(&self, component: Component, pages: &[u32], host: &HostPool) {
+        self.quarantine[component].hold(pages, host);
     }
 
     /// Gives back the pages of late calls that have returned. Says how many are still held.
-    pub fn collect(&self, host: &HostPool) -> usize {
-        self.quarantine.collect(host, || self.backend.reclaim())
+    pub fn collect(&self, component: Component, host: &HostPool) -> usize {
+        self.quarantine[component].collect(host, || self.backend.reclaim(component.into()))
     }
 
     /// Pages of late calls.
-    pub fn held(&self) -> Vec<u32> {
-        self.quarantine.held()
+    pub fn held(&self, component: Component) -> Vec<u32> {
+        self.quarantine[component].held()
     }
 
-    /// Runs with what is believed of the store.
-    pub fn with_belief<R>(&self, run: impl FnOnce(&mut Belief) -> R) -> R {
-        run(&mut self.belief.lock())
+    /// Runs with what is believed of a component's pages in the store.
+    pub fn with_belief<R>(&self, component: Component, run: impl FnOnce(&mut Belief) -> R) -> R {
+        run(&mut self.belief.lock()[component])
     }
 
     /// How often its store was emptied. What was acknowledged before the last time is not there.
@@ -491,14 +493,14 @@ impl Attached {
     pub(super) fn empty(&self) {
         let mut belief = self.belief.lock();
         self.emptied.fetch_add(1, Ordering::SeqCst);
-        belief.clear();
+        belief.0.iter_mut().for_each(Belief::clear);
     }
 
     /// Believes what a call acknowledged, unless the store was emptied since the call began, when it had been `emptied` times.
-    pub fn acknowledge(&self, keys: impl Iterator<Item = [u8; 32]>, emptied: u32) {
+    pub fn acknowledge(&self, component: Component, keys: impl Iterator<Item = [u8; 32]>, emptied: u32) {
         let mut belief = self.belief.lock();
         if self.times_emptied() == emptied {
-            keys.for_each(|key| belief.stored(&key));
+            keys.for_each(|key| belief[component].stored(&key));
         }
     }
 
@@ -514,7 +516,7 @@ impl Attached {
     }
 
     pub(super) fn is_done_with(&self) -> bool {
-        *self.running.lock() == 0 && self.quarantine.is_empty()
+        *self.running.lock() == 0 && self.quarantine.0.iter().all(Quarantine::is_empty)
     }
 
     pub(super) fn wait_idle(&self, deadline: Instant) -> bool {

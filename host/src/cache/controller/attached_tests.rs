@@ -3,7 +3,7 @@ use std::sync::atomic::AtomicUsize;
 use super::*;
 use crate::cache::controller::paged::{PagedCall, fault_result};
 use crate::cache::stats::StorageResult;
-use crate::plugin::backend::{BackendStats, ChainInfo, PageKey, PageStatus, Restorable};
+use crate::plugin::backend::{BackendStats, ChainInfo, Held, PageKey, PageStatus, PoolGroup, Restorable};
 
 type Answer = Box<dyn FnMut(&CallOptions, &[PageKey], &mut [PageStatus]) -> Result<(), BackendError> + Send>;
 
@@ -39,6 +39,7 @@ impl StorageBackend for Scripted {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        _: &Held,
         _: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         self.answer(options, keys, &mut []).map(|()| Restorable::none(keys.len()))
@@ -46,6 +47,7 @@ impl StorageBackend for Scripted {
     fn batch_get(
         &self,
         options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -57,6 +59,7 @@ impl StorageBackend for Scripted {
     fn batch_set(
         &self,
         options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         _: &[u32],
         _: &ChainInfo<'_>,
@@ -67,6 +70,7 @@ impl StorageBackend for Scripted {
     fn batch_remove(
         &self,
         options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
@@ -81,7 +85,7 @@ impl StorageBackend for Scripted {
     fn stats(&self) -> Result<BackendStats, BackendError> {
         Ok(BackendStats::default())
     }
-    fn reclaim(&self) -> Vec<u32> {
+    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
         Vec::new()
     }
     fn quarantined(&self) -> usize {
@@ -124,6 +128,7 @@ fn get(attached: &Attached, pages: usize, page_bytes: u64) -> (super::super::pag
     let operation = CancelSet::default();
     let call = PagedCall {
         op: StorageOp::Get,
+        group: PoolGroup::Full,
         chain: &chain,
         pages: &numbers,
         page_bytes,
@@ -463,8 +468,9 @@ fn a_backend_that_was_given_next_to_no_time_is_not_blamed_for_being_late() {
         for _ in 0..4 {
             let operation = CancelSet::default();
             let info = CallInfo { op: StorageOp::Exists, pages: 0, bytes: 0, operation: &operation, within };
-            let call =
-                attached.call(&info, |backend, options| backend.batch_exists(options, &[], &ChainInfo::default()));
+            let call = attached.call(&info, |backend, options| {
+                backend.batch_exists(options, &[], &Held::default(), &ChainInfo::default())
+            });
             assert!(call.is_err());
         }
         assert_eq!(attached.is_resting(), rests, "{within:?}");

@@ -8,9 +8,21 @@ use super::attached::{Attached, CallFault, Way};
 use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::{Event, Shared};
+use crate::cache::pool::HostPool;
 use crate::cache::stats::{StorageOp, StorageResult};
-use crate::cache::unified::KeyPath;
+use crate::cache::unified::{Component, KeyPath, PerComponent};
 use crate::plugin::backend::{PageKey, PageStatus};
+
+/// Host pages of one component in a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StorePart {
+    /// Whose pages.
+    pub component: Component,
+    /// Pages of the sequence before the first one; for a state, before the page that it stands at the end of.
+    pub position: usize,
+    /// Host pages.
+    pub pages: Vec<u32>,
+}
 
 /// Host pages of one or more nodes in a row, to be stored in one backend. The operation holds the pages.
 pub(crate) struct StoreJob {
@@ -24,10 +36,8 @@ pub(crate) struct StoreJob {
     pub emptied: u32,
     /// The way from the start of the sequence to the last page.
     pub path: KeyPath,
-    /// Pages before the first one of the job.
-    pub position: usize,
-    /// Host pages.
-    pub pages: Vec<u32>,
+    /// What is stored: pages of all tokens last.
+    pub parts: Vec<StorePart>,
     /// Session the pages come from, or empty.
     pub session: String,
     /// Times this was tried before.
@@ -46,10 +56,12 @@ impl std::fmt::Debug for StoreJob {
 pub(crate) struct StoreReport {
     /// The job.
     pub job: StoreJob,
-    /// Pages that the backend newly acknowledged.
+    /// Pages of all tokens that the backend newly acknowledged.
     pub stored: usize,
-    /// Pages that it does not have.
+    /// Pages of all tokens that it does not have.
     pub unstored: usize,
+    /// It lacks something of the job.
+    pub lacking: bool,
     /// Whether trying again may help.
     pub retry: bool,
 }
@@ -57,52 +69,65 @@ pub(crate) struct StoreReport {
 /// Counts of a job.
 #[derive(Default)]
 struct Outcome {
-    stored: usize,
-    unstored: usize,
+    stored: PerComponent<usize>,
+    unstored: PerComponent<usize>,
     retry: bool,
 }
 
 pub(super) fn run(shared: &Shared, job: StoreJob) {
     let keys = job.path.keys();
     let mut outcome = Outcome::default();
-    if keys.len() == job.position + job.pages.len() {
-        for (&page, key) in job.pages.iter().zip(&keys[job.position..]) {
+    for part in &job.parts {
+        let own = keys.get(part.position..part.position + part.pages.len());
+        let (Some(own), Some(host)) = (own, shared.host_of(part.component)) else {
+            tracing::error!(keys = keys.len(), ?part, "a store job's keys do not fit its pages");
+            outcome.unstored[part.component] += part.pages.len();
+            continue;
+        };
+        for (&page, key) in part.pages.iter().zip(own) {
             // SAFETY: the job holds the page, and its content is complete.
-            unsafe { shared.host.seal(page, key) };
+            unsafe { host.seal(page, key) };
         }
-        store(shared, &job, &keys, &mut outcome);
-    } else {
-        tracing::error!(
-            keys = keys.len(),
-            position = job.position,
-            pages = job.pages.len(),
-            "a store job's keys do not fit its pages"
-        );
-        outcome.unstored = job.pages.len();
+        let place = Place { shared, job: &job, part, host, keys: &keys };
+        store(&place, &mut outcome);
     }
     let Outcome { stored, unstored, retry } = outcome;
-    shared.send(Event::Stored(StoreReport { job, stored, unstored, retry: retry && unstored > 0 }));
+    let lacking = unstored != PerComponent::default();
+    let (stored, unstored) = (stored[Component::Full], unstored[Component::Full]);
+    shared.send(Event::Stored(StoreReport { job, stored, unstored, lacking, retry: retry && lacking }));
+}
+
+/// A part of a job that is being stored.
+struct Place<'a> {
+    shared: &'a Shared,
+    job: &'a StoreJob,
+    part: &'a StorePart,
+    host: &'a HostPool,
+    /// Keys of the sequence from its start.
+    keys: &'a [PageKey],
 }
 
 /// Writes what the backend is not believed to have, a batch at a time.
-fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcome) {
-    let own = &keys[job.position..];
+fn store(place: &Place<'_>, outcome: &mut Outcome) {
+    let &Place { job, part, host, keys, .. } = place;
+    let own = &keys[part.position..part.position + part.pages.len()];
     let target = &job.target;
-    let wanted: Vec<usize> = target.with_belief(|belief| {
+    let wanted: Vec<usize> = target.with_belief(part.component, |belief| {
         (0..own.len()).filter(|&i| !belief.is_stored(&own[i]) && !belief.is_lost(&own[i])).collect()
     });
-    let batch = target.batch(Way::Write, shared.host.page_bytes());
+    let batch = target.batch(Way::Write, host.page_bytes());
     let mut left = wanted.len();
     for run in runs(&wanted, batch) {
         let operation = CancelSet::default();
         let (first, last) = (run[0], run[run.len() - 1]);
-        let pages = &job.pages[first..=last];
+        let pages = &part.pages[first..=last];
         let mut status = vec![PageStatus::Unset; run.len()];
         let call = PagedCall {
             op: StorageOp::Set,
-            chain: &keys[..job.position + last + 1],
+            group: part.component.into(),
+            chain: &keys[..part.position + last + 1],
             pages,
-            page_bytes: shared.host.page_bytes(),
+            page_bytes: host.page_bytes(),
             session: &job.session,
             operation: &operation,
             within: None,
@@ -112,14 +137,14 @@ fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcom
         if !result.in_use.is_empty() {
             // The late call still reads the pages: it holds them from here on, beside the job.
             let late = &pages[result.in_use.clone()];
-            shared.host.retain(late);
-            target.hold(late, &shared.host);
+            host.retain(late);
+            target.hold(part.component, late, host);
         }
-        settle(shared, job, &own[first..=last], &status, &result, began.elapsed(), outcome);
+        settle(place, &own[first..=last], &status, &result, began.elapsed(), outcome);
         left -= run.len();
         if matches!(result.result, Err(CallFault::Skipped)) {
             // The other batches would be skipped too.
-            outcome.unstored += left;
+            outcome.unstored[part.component] += left;
             return;
         }
     }
@@ -127,14 +152,14 @@ fn store(shared: &Shared, job: &StoreJob, keys: &[PageKey], outcome: &mut Outcom
 
 /// Takes in the results of one batch, page by page.
 fn settle(
-    shared: &Shared,
-    job: &StoreJob,
+    place: &Place<'_>,
     keys: &[PageKey],
     status: &[PageStatus],
     result: &PagedOutcome,
     took: Duration,
     outcome: &mut Outcome,
 ) {
+    let &Place { shared, job, part, host, .. } = place;
     let target = &job.target;
     let mut written = Vec::with_capacity(keys.len());
     for (page, (key, &status)) in keys.iter().zip(status).enumerate() {
@@ -146,8 +171,8 @@ fn settle(
             written.push(*key);
             continue;
         }
-        target.with_belief(|belief| belief.gone(key));
-        outcome.unstored += 1;
+        target.with_belief(part.component, |belief| belief.gone(key));
+        outcome.unstored[part.component] += 1;
         outcome.retry |= match &result.result {
             _ if result.answered => verdict != StorageResult::Refused,
             Err(CallFault::Failed(error)) => error.retryable || verdict == StorageResult::Late,
@@ -155,11 +180,13 @@ fn settle(
         };
     }
     let pages = written.len() as u64;
-    target.acknowledge(written.into_iter(), job.emptied);
-    outcome.stored += pages as usize;
+    target.acknowledge(part.component, written.into_iter(), job.emptied);
+    outcome.stored[part.component] += pages as usize;
     if pages > 0 {
-        shared.counters.backuped_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
-        shared.events.storage_written(target.name(), pages, pages * shared.host.page_bytes(), took);
+        if part.component == Component::Full {
+            shared.counters.backuped_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
+        }
+        shared.events.storage_written(target.name(), pages, pages * host.page_bytes(), took);
     }
 }
 

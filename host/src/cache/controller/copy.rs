@@ -4,23 +4,31 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use kvdock_kernels::KvPool;
-
 use super::{Event, Shared};
-use crate::cache::pool::HostPool;
+use crate::cache::pool::{DeviceMemory, HostPool};
+use crate::cache::unified::Component;
 
 /// Pages a worker takes at a time from a load that several work on.
 const LOAD_STEP: usize = 2;
+
+/// One page, or one state, to be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PageCopy {
+    /// Of which pools.
+    pub component: Component,
+    /// Device page.
+    pub device: u32,
+    /// Host page.
+    pub host: u32,
+}
 
 /// Device pages of a node to be copied to the host. The node is locked until it is done.
 #[derive(Debug)]
 pub(crate) struct BackupJob {
     /// Which job it is.
     pub id: u64,
-    /// Source.
-    pub device: Vec<u32>,
-    /// Target.
-    pub host: Vec<u32>,
+    /// Source and target of each page.
+    pub copies: Vec<PageCopy>,
     /// Session the pages come from.
     pub session: Option<Arc<str>>,
 }
@@ -30,8 +38,8 @@ pub(crate) struct BackupJob {
 pub(crate) struct LoadJob {
     /// Which load it is.
     pub id: u64,
-    /// Host page and device page.
-    pub pairs: Vec<(u32, u32)>,
+    /// From the host to the device.
+    pub copies: Vec<PageCopy>,
     /// When it began.
     pub began: Instant,
     next: AtomicUsize,
@@ -41,14 +49,14 @@ pub(crate) struct LoadJob {
 
 impl LoadJob {
     /// A load that has not begun.
-    pub fn new(id: u64, pairs: Vec<(u32, u32)>) -> Arc<Self> {
+    pub fn new(id: u64, copies: Vec<PageCopy>) -> Arc<Self> {
         Arc::new(LoadJob {
             id,
             began: Instant::now(),
             next: AtomicUsize::new(0),
-            left: AtomicUsize::new(pairs.len()),
+            left: AtomicUsize::new(copies.len()),
             failed: AtomicBool::new(false),
-            pairs,
+            copies,
         })
     }
 }
@@ -59,14 +67,9 @@ impl LoadJob {
 ///
 /// The caller holds the host page and it is no one else's yet; the device page is complete, and stays
 /// so during the call.
-pub(crate) unsafe fn copy_out(device: &dyn KvPool, from: u32, host: &HostPool, to: u32) -> bool {
-    let Some(target) = host.page(to) else {
-        tracing::error!(page = to, "host page outside the pool");
-        return false;
-    };
-    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-    // promise nobody else touches the host page or writes the device page.
-    match unsafe { device.copy_page_out(from, &target) } {
+pub(crate) unsafe fn copy_out(device: &DeviceMemory, from: u32, host: &HostPool, to: u32) -> bool {
+    // SAFETY: the host pool of a cache is made for its device memory; the rest is the caller's promise.
+    match unsafe { device.copy_out(from, host, to) } {
         Ok(()) => true,
         Err(error) => {
             tracing::error!(%error, page = from, "device page could not be copied to the host");
@@ -81,14 +84,9 @@ pub(crate) unsafe fn copy_out(device: &dyn KvPool, from: u32, host: &HostPool, t
 ///
 /// The host page is complete and not written during the call; the device page belongs to the caller
 /// and nobody reads it yet.
-pub(crate) unsafe fn copy_in(device: &dyn KvPool, host: &HostPool, from: u32, to: u32) -> bool {
-    let Some(source) = host.page(from) else {
-        tracing::error!(page = from, "host page outside the pool");
-        return false;
-    };
-    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-    // promise nobody writes the host page or touches the device page.
-    match unsafe { device.copy_page_in(to, &source) } {
+pub(crate) unsafe fn copy_in(device: &DeviceMemory, host: &HostPool, from: u32, to: u32) -> bool {
+    // SAFETY: the host pool of a cache is made for its device memory; the rest is the caller's promise.
+    match unsafe { device.copy_in(host, from, to) } {
         Ok(()) => true,
         Err(error) => {
             tracing::error!(%error, page = to, "host page could not be copied to the device");
@@ -118,15 +116,18 @@ pub(super) fn work(shared: &Shared) {
 fn load(shared: &Shared, job: &LoadJob) {
     loop {
         let from = job.next.fetch_add(LOAD_STEP, Ordering::Relaxed);
-        let Some(rest) = job.pairs.get(from..) else { return };
+        let Some(rest) = job.copies.get(from..) else { return };
         let step = &rest[..rest.len().min(LOAD_STEP)];
         if step.is_empty() {
             return;
         }
-        for &(host_page, device_page) in step {
-            // SAFETY: the host page is complete and locked in the tree; the device page is marked as
-            // loading there, so nobody reads it before this job is reported.
-            if !unsafe { copy_in(&*shared.device, &shared.host, host_page, device_page) } {
+        for copy in step {
+            let done = shared.pools(copy.component).is_some_and(|(device, host)| {
+                // SAFETY: the host page is complete and locked in the tree; the device page is marked as
+                // loading there, so nobody reads it before this job is reported.
+                unsafe { copy_in(device, host, copy.host, copy.device) }
+            });
+            if !done {
                 job.failed.store(true, Ordering::Release);
             }
         }
@@ -141,13 +142,15 @@ fn load(shared: &Shared, job: &LoadJob) {
 fn backup(shared: &Shared, job: BackupJob) {
     let began = Instant::now();
     let mut ok = true;
-    for (&device_page, &host_page) in job.device.iter().zip(&job.host) {
+    for copy in &job.copies {
         while let Ok(urgent) = shared.load_queue.try_recv() {
             load(shared, &urgent);
         }
-        // SAFETY: the node is locked, so its device pages stay; its host pages are marked as being
-        // filled, so nobody reads them before this job is reported.
-        ok &= unsafe { copy_out(&*shared.device, device_page, &shared.host, host_page) };
+        ok &= shared.pools(copy.component).is_some_and(|(device, host)| {
+            // SAFETY: the node is locked, so its device pages stay; its host pages are marked as being
+            // filled, so nobody reads them before this job is reported.
+            unsafe { copy_out(device, copy.device, host, copy.host) }
+        });
     }
     shared.send(Event::BackedUp { job, ok, took: began.elapsed() });
 }

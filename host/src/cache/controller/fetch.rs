@@ -1,5 +1,6 @@
 //! A fetch: its order, its plan, and what has come of it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use parking_lot::Mutex;
 use super::attached::Attached;
 use super::guard::cancel::CancelSet;
 use crate::cache::types::MissReason;
-use crate::cache::unified::KeyPath;
+use crate::cache::unified::{Component, KeyPath, NO_SLOT, PerComponent, Slots};
 use crate::plugin::backend::PageKey;
 
 /// Backends that a fetch can tell apart.
@@ -27,6 +28,8 @@ pub(crate) struct FetchOrder {
     pub tokens: Arc<[u32]>,
     /// Pages in the span.
     pub span: usize,
+    /// Leading pages of the span that the tree has, and that lack a window or a state alone.
+    pub held: usize,
     /// Fewest pages worth a transfer.
     pub threshold: usize,
     /// Session of the first request that waits for it, or empty.
@@ -55,7 +58,7 @@ pub(crate) struct Fetch {
     pub span: usize,
     /// Stops it.
     pub cancel: CancelSet,
-    /// Position in the span of the first page that will not come.
+    /// Position in the span of the first page of all tokens that will not come.
     pub(super) first_bad: AtomicUsize,
     pub(super) batches_left: AtomicUsize,
     pub(super) started: AtomicBool,
@@ -70,22 +73,76 @@ pub(crate) struct FetchState {
     pub keys: Arc<[PageKey]>,
     /// The backends in use when storage was asked, in order; at most `MOST_SOURCES`.
     pub sources: Vec<Source>,
-    /// Ends of the runs of pages, and which source delivers each, in order.
-    pub plan: Vec<(usize, usize)>,
-    /// Pages of the span that storage says it has; none before it answered.
+    /// Pages of the span that storage says it has, with all that going on from their end needs; none before it answered.
     pub hit: Option<usize>,
-    /// Host pages of the hit, until the tree or a late call takes them.
-    pub pages: Vec<Option<u32>>,
-    /// Pages that came in whole and right.
-    pub good: Vec<bool>,
-    /// For each page the sources, as bits, that are to be given it.
-    pub offers: Vec<u64>,
+    /// What is read, component by component.
+    pub lanes: PerComponent<Lane>,
     /// Pages came from a store whose pages carry no seal.
     pub unproven: bool,
     /// Pages handed to the tree.
     pub taken: usize,
     /// Why pages that storage has did not come.
     pub fault: Option<MissReason>,
+}
+
+/// Pages of one component that a fetch reads. What is said by page begins with the first page of `span`.
+#[derive(Debug, Default)]
+pub(crate) struct Lane {
+    /// Pages of the fetch's span that are read.
+    pub span: Range<usize>,
+    /// Ends, in the fetch's span, of the runs of pages, and which source delivers each, in order.
+    pub plan: Vec<(usize, usize)>,
+    /// Host pages, until the tree or a late call takes them.
+    pub pages: Vec<Option<u32>>,
+    /// Pages that came in whole and right.
+    pub good: Vec<bool>,
+    /// For each page the sources, as bits, that are to be given it.
+    pub offers: Vec<u64>,
+}
+
+impl Lane {
+    /// Host pages for the leading pages of the lane.
+    pub fn give_room(&mut self, pages: Vec<u32>) {
+        self.span.end = self.span.start + pages.len();
+        self.good = vec![false; pages.len()];
+        self.offers = vec![0; pages.len()];
+        self.pages = pages.into_iter().map(Some).collect();
+    }
+
+    /// Place of page `at` of the fetch's span in this lane.
+    fn place(&self, at: usize) -> Option<usize> {
+        at.checked_sub(self.span.start).filter(|&place| place < self.pages.len())
+    }
+
+    /// The host page for page `at` of the fetch's span.
+    pub fn page(&self, at: usize) -> Option<u32> {
+        self.place(at).and_then(|place| self.pages[place])
+    }
+
+    /// As `page`, to be changed.
+    pub fn page_mut(&mut self, at: usize) -> Option<&mut Option<u32>> {
+        self.place(at).map(|place| &mut self.pages[place])
+    }
+
+    /// Takes note that a page came, and of who is to be given it.
+    pub fn came(&mut self, at: usize, offers: u64) {
+        if let Some(place) = self.place(at) {
+            self.good[place] = true;
+            self.offers[place] |= offers;
+        }
+    }
+
+    /// Sources, as bits, that are to be given a page.
+    pub fn offer(&mut self, at: usize, offers: u64) {
+        if let Some(place) = self.place(at) {
+            self.offers[place] |= offers;
+        }
+    }
+
+    /// Takes the host page of a page that came in right.
+    fn take(&mut self, at: usize) -> Option<u32> {
+        self.place(at).filter(|&place| self.good[place]).and_then(|place| self.pages[place].take())
+    }
 }
 
 /// A backend that pages may come from.
@@ -95,7 +152,7 @@ pub(crate) struct Source {
     /// How often its store had been emptied when the fetch began.
     pub emptied: u32,
     /// Which pages of the span it may have: as far as it was asked, those it has. None while it was not asked at all.
-    pub may_have: Option<Vec<bool>>,
+    pub may_have: Option<PerComponent<Vec<bool>>>,
     /// First begin and last end of reads, and the pages they moved.
     pub reads: Option<(Instant, Instant, usize)>,
 }
@@ -111,10 +168,14 @@ impl std::fmt::Debug for Source {
 pub(crate) struct Delivery {
     /// Position of the first one in the span.
     pub from: usize,
-    /// Host pages.
+    /// Host pages of all tokens; [`NO_SLOT`] for those that the tree has.
     pub pages: Vec<u32>,
     /// For each page the sources, as bits, that are to be given it.
     pub offers: Vec<u64>,
+    /// Host pages of windows, one a page, or [`NO_SLOT`]; empty where none were read.
+    pub windows: Vec<u32>,
+    /// The state after the last page.
+    pub state: Option<u32>,
 }
 
 impl Fetch {
@@ -134,19 +195,41 @@ impl Fetch {
         })
     }
 
-    /// Pages that came in, follow the ones taken before, and are all right. They are the caller's now.
-    pub fn take_ready(&self) -> Delivery {
+    /// Pages that came in, follow the ones taken before, and are all right. They are the caller's now. Where windows or states are
+    /// needed to go on from a page, pages are handed over once the fetch has `ended`, with what there is of those.
+    pub fn take_ready(&self, ended: bool) -> Delivery {
         let mut state = self.state.lock();
-        let from = state.taken;
-        let ready = state.good[from..].iter().take_while(|&&good| good).count();
-        let pages: Vec<u32> = state.pages[from..from + ready].iter_mut().filter_map(Option::take).collect();
-        state.taken += ready;
-        Delivery { from, pages, offers: state.offers[from..from + ready].to_vec() }
+        let FetchState { lanes: PerComponent([full, window, recurrent]), taken, .. } = &mut *state;
+        let from = *taken;
+        let nothing = Delivery { from, pages: Vec::new(), offers: Vec::new(), windows: Vec::new(), state: None };
+        let alone = window.pages.is_empty() && recurrent.pages.is_empty();
+        if !(alone || ended) {
+            return nothing;
+        }
+        let held = full.span.start;
+        let first = from.saturating_sub(held);
+        let came = full.good.get(first..).unwrap_or_default().iter().take_while(|&&good| good).count();
+        let end = held + first + came;
+        if end <= from || (first + came == 0 && alone) {
+            return nothing;
+        }
+        let mut pages = vec![NO_SLOT; held.saturating_sub(from)];
+        let mut offers = vec![0; pages.len()];
+        for at in from.max(held)..end {
+            pages.extend(full.take(at));
+            offers.push(full.offers[at - held]);
+        }
+        let windows: Vec<u32> = (from..end).map(|at| window.take(at).unwrap_or(NO_SLOT)).collect();
+        let windows = if windows.iter().all(|&slot| slot == NO_SLOT) { Vec::new() } else { windows };
+        *taken = end;
+        Delivery { from, pages, offers, windows, state: recurrent.take(end - 1) }
     }
 
     /// Pages that the fetch still holds. They are the caller's now; only for a fetch that is done.
-    pub fn take_rest(&self) -> Vec<u32> {
-        self.state.lock().pages.iter_mut().filter_map(Option::take).collect()
+    pub fn take_rest(&self) -> Slots {
+        let mut state = self.state.lock();
+        let rest = |lane: &mut Lane| lane.pages.iter_mut().filter_map(Option::take).collect();
+        PerComponent(state.lanes.0.each_mut().map(rest))
     }
 
     /// The time for a call to one backend that leaves those `after` it some to stand in for it; none where nobody can, or where nobody
@@ -162,18 +245,25 @@ impl Fetch {
     }
 
     /// Page `at` of the span will not come.
-    pub(super) fn fail(&self, at: usize, reason: MissReason) {
-        if self.first_bad.fetch_min(at, Ordering::AcqRel) > at {
+    pub(super) fn fail(&self, component: Component, at: usize, reason: MissReason) {
+        if component != Component::Full {
+            self.state.lock().fault.get_or_insert(reason);
+        } else if self.first_bad.fetch_min(at, Ordering::AcqRel) > at {
             self.state.lock().fault = Some(reason);
         }
     }
 }
 
 impl FetchState {
-    /// Host pages for the leading pages of the hit.
-    pub fn give_room(&mut self, pages: Vec<u32>) {
-        self.good = vec![false; pages.len()];
-        self.offers = vec![0; pages.len()];
-        self.pages = pages.into_iter().map(Some).collect();
+    /// Host pages that the lanes want.
+    pub fn room_needed(&self) -> PerComponent<usize> {
+        PerComponent(self.lanes.0.each_ref().map(|lane| lane.span.len()))
+    }
+
+    /// Host pages for the lanes, each as many as it wants, or for leading ones.
+    pub fn give_room(&mut self, room: Slots) {
+        for (lane, pages) in self.lanes.0.iter_mut().zip(room.0) {
+            lane.give_room(pages);
+        }
     }
 }

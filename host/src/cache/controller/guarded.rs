@@ -7,7 +7,7 @@ use super::guard::cancel::CancelSet;
 use super::paged::PagedCall;
 use crate::cache::stats::{BackendCounters, CacheCounters, StorageOp};
 use crate::plugin::backend::{
-    BackendError, ChainInfo, ErrorKind, GuardReport, PageKey, PageStatus, Restorable, StorageBackend,
+    BackendError, ChainInfo, ErrorKind, GuardReport, Held, PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
 };
 
 /// Calls a backend as the cache does: circuit breaker, turns, bandwidth limit, deadline, retries, figures. What the cache adds is the
@@ -32,7 +32,8 @@ impl Guarded {
     pub fn batch_exists(&self, keys: &[PageKey], chain: &ChainInfo<'_>) -> Result<Restorable, BackendError> {
         let info =
             CallInfo { op: StorageOp::Exists, pages: keys.len(), bytes: 0, operation: &self.operation, within: None };
-        let result = self.attached.call(&info, |backend, options| backend.batch_exists(options, keys, chain));
+        let result =
+            self.attached.call(&info, |backend, options| backend.batch_exists(options, keys, &Held::default(), chain));
         result.map_err(|fault| self.error(fault))
     }
 
@@ -85,6 +86,7 @@ impl Guarded {
         status.fill(PageStatus::Unset);
         let call = PagedCall {
             op,
+            group: PoolGroup::Full,
             chain,
             pages,
             page_bytes: self.page_bytes,

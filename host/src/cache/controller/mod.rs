@@ -22,19 +22,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
-use kvdock_kernels::KvPool;
 
 pub(crate) use attached::Attached;
-pub(crate) use backup::{StoreJob, StoreReport};
-pub(crate) use copy::{BackupJob, LoadJob, copy_in, copy_out};
+pub(crate) use backup::{StoreJob, StorePart, StoreReport};
+pub(crate) use copy::{BackupJob, LoadJob, PageCopy, copy_in, copy_out};
 pub(crate) use fetch::{Delivery, Fetch, FetchOrder, FetchState};
 pub use guarded::Guarded;
 pub(crate) use registry::Registry;
 
 use super::config::{CacheConfig, PolicyUpdate};
-use super::pool::HostPool;
+use super::pool::{DeviceMemory, HostPool};
 use super::stats::{CacheCounters, CacheEvents, StorageOp};
 use super::types::CacheError;
+use super::unified::{Component, PerComponent, Slots};
 use attached::CallInfo;
 use guard::break_even::{Part, PrefillSpeed, worth};
 use guard::cancel::CancelSet;
@@ -60,7 +60,7 @@ pub(crate) enum Event {
     /// Pages of a fetch came in.
     FetchProgress(u64),
     /// A fetch found more than the host pool has free.
-    FetchNeedsRoom { id: u64, pages: usize },
+    FetchNeedsRoom { id: u64, needed: PerComponent<usize> },
     /// A fetch has ended, well or not.
     FetchDone(u64),
     /// A write to storage has ended, well or not.
@@ -87,10 +87,14 @@ pub(crate) struct Shared {
     pub page_size: usize,
     /// Threads that read from storage.
     readers: usize,
-    /// The device pool.
-    pub device: Arc<dyn KvPool>,
+    /// The device memory.
+    pub device: DeviceMemory,
     /// The host pool.
-    pub host: Arc<HostPool>,
+    pub host: HostPool,
+    /// Device memory and host pool of windows and of states, where the model has such.
+    pub beside: [Option<(DeviceMemory, HostPool)>; 2],
+    /// Pages of windows that going on from a page's end needs; none without windows.
+    pub window_pages: Option<usize>,
     /// Backends.
     pub registry: Registry,
     /// How fast the engine computes prompts.
@@ -107,6 +111,18 @@ pub(crate) struct Shared {
     batch_queue: Receiver<Batch>,
     batch_sender: Sender<Batch>,
     write_queue: Receiver<WriteJob>,
+}
+
+/// The pools that workers move pages between.
+pub(crate) struct Pools {
+    /// Device memory of all tokens.
+    pub device: DeviceMemory,
+    /// The host pool for it.
+    pub host: HostPool,
+    /// Device memory and host pool of windows and of states, where the model has such.
+    pub beside: [Option<(DeviceMemory, HostPool)>; 2],
+    /// Pages of windows that going on from a page's end needs; none without windows.
+    pub window_pages: Option<usize>,
 }
 
 /// A step of a fetch that a worker takes up.
@@ -153,6 +169,49 @@ impl Shared {
         if explore { Forecast::Explore } else { Forecast::Refuse }
     }
 
+    /// Device memory and host pool of a component.
+    pub fn pools(&self, component: Component) -> Option<(&DeviceMemory, &HostPool)> {
+        match component {
+            Component::Full => Some((&self.device, &self.host)),
+            Component::Window => self.beside[0].as_ref().map(|(device, host)| (device, host)),
+            Component::State => self.beside[1].as_ref().map(|(device, host)| (device, host)),
+        }
+    }
+
+    /// Host pool of a component.
+    pub fn host_of(&self, component: Component) -> Option<&HostPool> {
+        self.pools(component).map(|(_, host)| host)
+    }
+
+    /// The components that have a host pool, with it.
+    pub fn hosts(&self) -> Vec<(Component, &HostPool)> {
+        Component::ALL.into_iter().filter_map(|component| Some((component, self.host_of(component)?))).collect()
+    }
+
+    /// Host pages of all components or of none.
+    pub fn alloc_host(&self, wanted: &PerComponent<usize>) -> Option<Slots> {
+        let mut taken = Slots::default();
+        for component in Component::ALL.into_iter().filter(|&component| wanted[component] > 0) {
+            match self.host_of(component).and_then(|host| host.alloc(wanted[component])) {
+                Some(pages) => taken[component] = pages,
+                None => {
+                    self.release_host(taken);
+                    return None;
+                }
+            }
+        }
+        Some(taken)
+    }
+
+    /// Takes a holder from each of these host pages.
+    pub fn release_host(&self, pages: Slots) {
+        for component in Component::ALL.into_iter().filter(|&component| !pages[component].is_empty()) {
+            if let Some(host) = self.host_of(component) {
+                host.release(&pages[component]);
+            }
+        }
+    }
+
     /// Sends an event and wakes the scheduler.
     pub fn send(&self, event: Event) {
         // Nobody listens any more once the cache is gone; then nothing is lost.
@@ -181,12 +240,12 @@ impl Controller {
     /// Starts the threads.
     pub fn new(
         config: &CacheConfig,
-        device: Arc<dyn KvPool>,
-        host: Arc<HostPool>,
+        pools: Pools,
         counters: Arc<CacheCounters>,
         listener: Arc<dyn CacheEvents>,
         waker: Waker,
     ) -> Result<Self, CacheError> {
+        let Pools { device, host, beside, window_pages } = pools;
         let (event_sender, events) = unbounded();
         let (load_sender, load_queue) = unbounded();
         let (copy_sender, copy_queue) = unbounded();
@@ -195,10 +254,12 @@ impl Controller {
         let (write_sender, write_queue) = unbounded();
         let (stop, stopped) = unbounded::<()>();
         let shared = Arc::new(Shared {
-            page_size: device.spec().page_tokens,
+            page_size: device.page_tokens(),
             readers: config.prefetch_workers.max(1),
             device,
             host,
+            beside,
+            window_pages,
             registry: Registry::new(Arc::clone(&counters)),
             prefill: PrefillSpeed::default(),
             counters,
@@ -252,7 +313,7 @@ impl Controller {
     /// Loads host pages to the device; ends in `Event::Loaded`.
     pub fn load(&self, job: &Arc<LoadJob>) {
         if let Some(sender) = &self.load_sender {
-            for _ in 0..self.copy_workers.min(job.pairs.len().div_ceil(2)) {
+            for _ in 0..self.copy_workers.min(job.copies.len().div_ceil(2)) {
                 // The receiver lives in `shared` as long as this does.
                 let _ = sender.send(Arc::clone(job));
             }

@@ -6,16 +6,20 @@ use std::time::Duration;
 use super::attached::{Attached, CallFault, CallInfo, Way};
 use super::guard::cancel::CancelSet;
 use crate::cache::stats::{StorageOp, StorageResult};
-use crate::plugin::backend::{BackendError, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus, StorageBackend};
+use crate::plugin::backend::{
+    BackendError, CallOptions, ChainInfo, ErrorKind, PageKey, PageStatus, PoolGroup, StorageBackend,
+};
 
 /// Pages that a call reads or writes.
 #[derive(Clone, Copy)]
 pub(crate) struct PagedCall<'a> {
     /// `Get` or `Set`.
     pub op: StorageOp,
+    /// Whose pages they are.
+    pub group: PoolGroup,
     /// Keys of the sequence from its start to the last page of the call.
     pub chain: &'a [PageKey],
-    /// Pages of the host pool, for the last keys of the chain.
+    /// Pages of the group's host pool, for the last keys of the chain.
     pub pages: &'a [u32],
     /// Bytes of a page.
     pub page_bytes: u64,
@@ -170,9 +174,9 @@ fn part(
     let pages = &call.pages[run];
     let chain = ChainInfo { position: prefix.len() as u64, prefix_keys: prefix, session_id: call.session };
     if call.op == StorageOp::Get {
-        backend.batch_get(options, keys, pages, &chain, status)
+        backend.batch_get(options, call.group, keys, pages, &chain, status)
     } else {
-        backend.batch_set(options, keys, pages, &chain, status)
+        backend.batch_set(options, call.group, keys, pages, &chain, status)
     }
 }
 

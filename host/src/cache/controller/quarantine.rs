@@ -66,6 +66,8 @@ mod tests {
 
     use super::*;
     use crate::cache::layout::HostLayout;
+    use crate::cache::pool::HostShape;
+    use crate::plugin::backend::PoolGroup;
 
     /// Calls return when they like: also between being given up and being taken note of.
     #[test]
@@ -79,7 +81,8 @@ mod tests {
             pages: 1,
             dtype: KvDtype::F16,
         };
-        let host = HostPool::new(&spec, 4, HostLayout::PageFirst, [0; 32]).unwrap();
+        let host =
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 4, HostLayout::PageFirst, [0; 32]).unwrap();
         let pages = host.alloc(3).unwrap();
         let quarantine = Quarantine::default();
         quarantine.hold(&pages[..2], &host);

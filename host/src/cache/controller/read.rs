@@ -11,7 +11,9 @@ use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::prefetch::{finish, reason_of};
 use super::{Event, Shared};
+use crate::cache::pool::HostPool;
 use crate::cache::stats::{StorageOp, StorageResult};
+use crate::cache::unified::Component;
 use crate::plugin::backend::{ErrorKind, PageKey, PageStatus};
 
 /// How long a page is treated as missing after the store failed to deliver it.
@@ -24,6 +26,8 @@ const SHUN_UNREMOVED: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub fetch: Arc<Fetch>,
+    /// Whose pages.
+    pub component: Component,
     /// Which of the fetch's sources is asked first.
     pub source: usize,
     pub from: usize,
@@ -38,10 +42,20 @@ struct Absent {
     verdict: StorageResult,
 }
 
+/// Where a batch's pages come from and go to.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    shared: &'a Shared,
+    fetch: &'a Fetch,
+    component: Component,
+    host: &'a HostPool,
+}
+
 /// Reads one batch, checks its seals, and keeps what is right.
 pub(super) fn read(shared: &Shared, batch: &Batch) {
     let fetch = &batch.fetch;
-    if !fetch.cancel.is_cancelled() && batch.from < fetch.first_bad.load(Ordering::Acquire) {
+    let useful = batch.component != Component::Full || batch.from < fetch.first_bad.load(Ordering::Acquire);
+    if useful && !fetch.cancel.is_cancelled() {
         read_batch(shared, batch);
     }
     if fetch.batches_left.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -54,65 +68,75 @@ pub(super) fn read(shared: &Shared, batch: &Batch) {
 
 /// Asks the backend of the plan, and for what it does not deliver each of the next ones once.
 fn read_batch(shared: &Shared, batch: &Batch) {
-    let fetch = &batch.fetch;
-    let mut absent = read_run(shared, fetch, batch.source, batch.from..batch.to);
+    let (fetch, component) = (&batch.fetch, batch.component);
+    let Some(host) = shared.host_of(component) else { return };
+    let place = Place { shared, fetch, component, host };
+    let mut absent = read_run(&place, batch.source, batch.from..batch.to);
     let sources = fetch.state.lock().sources.len();
     for next in batch.source + 1..sources {
         if absent.is_empty() || fetch.cancel.is_cancelled() {
             break;
         }
-        let candidates = candidates(fetch, next, &absent);
+        let candidates = candidates(&place, next, &absent);
         for run in candidates.chunk_by(|a, b| b - a == 1) {
             let run = run[0]..run[run.len() - 1] + 1;
-            if !provide_pages(shared, fetch, &run) {
+            if !provide_pages(&place, &run) {
                 continue;
             }
-            let still = read_run(shared, fetch, next, run.clone());
+            let still = read_run(&place, next, run.clone());
             let came = run.len() - still.len();
-            shared.counters.fallback_tokens.fetch_add((came * shared.page_size) as u64, Ordering::Relaxed);
+            if component == Component::Full {
+                shared.counters.fallback_tokens.fetch_add((came * shared.page_size) as u64, Ordering::Relaxed);
+            }
             absent.retain(|absent| !run.contains(&absent.page) || still.iter().any(|still| still.page == absent.page));
         }
     }
     for absent in absent {
-        fetch.fail(absent.page, reason_of(absent.verdict));
+        fetch.fail(component, absent.page, reason_of(absent.verdict));
     }
 }
 
 /// Those absent pages that the source `next` may have.
-fn candidates(fetch: &Fetch, next: usize, absent: &[Absent]) -> Vec<usize> {
+fn candidates(place: &Place<'_>, next: usize, absent: &[Absent]) -> Vec<usize> {
+    let &Place { fetch, component, .. } = place;
     let state = fetch.state.lock();
     let Some(source) = state.sources.get(next) else { return Vec::new() };
     let now = Instant::now();
-    let may_have = |page: usize| source.may_have.as_ref().is_none_or(|pages| pages.get(page) == Some(&true));
-    source.attached.with_belief(|belief| {
+    let may_have = |page: usize| source.may_have.as_ref().is_none_or(|pages| pages[component].get(page) == Some(&true));
+    source.attached.with_belief(component, |belief| {
         let usable = |page: usize| state.keys.get(fetch.start + page).is_some_and(|key| !belief.is_shunned(key, now));
         absent.iter().map(|absent| absent.page).filter(|&page| may_have(page) && usable(page)).collect()
     })
 }
 
 /// Host pages in place of those that a late call holds. False if there are none.
-fn provide_pages(shared: &Shared, fetch: &Fetch, run: &Range<usize>) -> bool {
-    let mut state = fetch.state.lock();
-    let lost: Vec<usize> = run.clone().filter(|&page| state.pages.get(page) == Some(&None)).collect();
+fn provide_pages(place: &Place<'_>, run: &Range<usize>) -> bool {
+    let mut state = place.fetch.state.lock();
+    let lane = &mut state.lanes[place.component];
+    let lost: Vec<usize> = run.clone().filter(|&page| lane.page_mut(page).is_some_and(|page| page.is_none())).collect();
     if lost.is_empty() {
         return true;
     }
-    let Some(fresh) = shared.host.alloc(lost.len()) else { return false };
+    let Some(fresh) = place.host.alloc(lost.len()) else { return false };
     for (page, fresh) in lost.into_iter().zip(fresh) {
-        state.pages[page] = Some(fresh);
+        match lane.page_mut(page) {
+            Some(empty) => *empty = Some(fresh),
+            None => drop(place.host.release(&[fresh])),
+        }
     }
     true
 }
 
 /// Reads pages in a row from one backend. Says which did not come.
-fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) -> Vec<Absent> {
+fn read_run(place: &Place<'_>, source: usize, run: Range<usize>) -> Vec<Absent> {
+    let &Place { fetch, component, host, .. } = place;
     let all = |verdict| run.clone().map(|page| Absent { page, verdict }).collect();
     let (attached, emptied, keys, pages, within) = {
         let state = fetch.state.lock();
         let Some(Source { attached, emptied, .. }) = state.sources.get(source) else {
             return all(StorageResult::Failed);
         };
-        let pages: Vec<u32> = state.pages[run.clone()].iter().flatten().copied().collect();
+        let pages: Vec<u32> = run.clone().filter_map(|page| state.lanes[component].page(page)).collect();
         (Arc::clone(attached), *emptied, Arc::clone(&state.keys), pages, fetch.share(&state.sources[source + 1..]))
     };
     if pages.len() != run.len() {
@@ -124,9 +148,10 @@ fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) ->
     let mut status = vec![PageStatus::Unset; run.len()];
     let call = PagedCall {
         op: StorageOp::Get,
+        group: component.into(),
         chain,
         pages: &pages,
-        page_bytes: shared.host.page_bytes(),
+        page_bytes: host.page_bytes(),
         session: &fetch.order.session,
         operation: &fetch.cancel,
         within,
@@ -138,7 +163,7 @@ fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) ->
             return true;
         }
         // SAFETY: the call has returned, and the fetch alone holds the page.
-        match unsafe { shared.host.verify(pages[page], &own[page]) } {
+        match unsafe { host.verify(pages[page], &own[page]) } {
             Ok(()) => true,
             Err(fault) => {
                 tracing::warn!(backend = attached.name(), %fault, "a page from storage is not what it should be");
@@ -149,18 +174,21 @@ fn read_run(shared: &Shared, fetch: &Fetch, source: usize, run: Range<usize>) ->
     if !outcome.in_use.is_empty() {
         // The call may still write these pages: nobody gets them before it returns.
         let mut state = fetch.state.lock();
-        state.pages[run.start + outcome.in_use.start..run.start + outcome.in_use.end].fill(None);
-        attached.hold(&pages[outcome.in_use.clone()], &shared.host);
+        for page in outcome.in_use.clone() {
+            if let Some(page) = state.lanes[component].page_mut(run.start + page) {
+                *page = None;
+            }
+        }
+        attached.hold(component, &pages[outcome.in_use.clone()], host);
     }
     let verdicts: Vec<StorageResult> = (0..run.len()).map(|page| outcome.verdict(page, status[page])).collect();
-    let read = Run { shared, fetch, attached: &attached, source, emptied, own, first: run.start };
+    let read = Run { place, attached: &attached, source, emptied, own, first: run.start };
     read.settle(&outcome, &verdicts, began)
 }
 
 /// What a read brought, page by page.
 struct Run<'a> {
-    shared: &'a Shared,
-    fetch: &'a Fetch,
+    place: &'a Place<'a>,
     attached: &'a Attached,
     source: usize,
     emptied: u32,
@@ -170,6 +198,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn settle(&self, outcome: &PagedOutcome, verdicts: &[StorageResult], began: Instant) -> Vec<Absent> {
+        let &Place { shared, fetch, component, host } = self.place;
         let good = |verdict: &StorageResult| *verdict == StorageResult::Ok;
         let came = verdicts.iter().filter(|verdict| good(verdict)).count();
         if outcome.was_made() {
@@ -179,10 +208,10 @@ impl Run<'_> {
             }
         }
         let keys = self.own.iter().zip(verdicts).filter(|(_, verdict)| good(verdict)).map(|(key, _)| *key);
-        self.attached.acknowledge(keys, self.emptied);
+        self.attached.acknowledge(component, keys, self.emptied);
         if outcome.answered {
             let until = Instant::now() + SHUN_FAILED;
-            self.attached.with_belief(|belief| {
+            self.attached.with_belief(component, |belief| {
                 let bad = self.own.iter().zip(verdicts).filter(|(_, verdict)| !good(verdict));
                 bad.for_each(|(key, _)| belief.shun(key, Some(until)));
             });
@@ -190,25 +219,29 @@ impl Run<'_> {
         let corrupt: Vec<usize> =
             (0..verdicts.len()).filter(|&page| verdicts[page] == StorageResult::Corrupt).collect();
         {
-            let mut state = self.fetch.state.lock();
+            let mut state = fetch.state.lock();
             let promote = promoting(&state, self.source);
             state.unproven |= came > 0 && !self.attached.settings().sealed;
             for (page, _) in verdicts.iter().enumerate().filter(|(_, verdict)| good(verdict)) {
-                state.good[self.first + page] = true;
-                state.offers[self.first + page] |= promote;
+                state.lanes[component].came(self.first + page, promote);
             }
-            note_reads(&mut state, self.source, outcome, verdicts, began);
+            // What a page takes differs: only those of all tokens are compared with computing.
+            if component == Component::Full {
+                note_reads(&mut state, self.source, outcome, verdicts, began);
+            }
         }
         if !corrupt.is_empty() {
             let healed = self.heal(&corrupt);
             // What a store was rid of is offered to it, should another one deliver it.
-            let mut state = self.fetch.state.lock();
-            healed.into_iter().for_each(|page| state.offers[self.first + page] |= 1 << self.source);
+            let lane = &mut fetch.state.lock().lanes[component];
+            healed.into_iter().for_each(|page| lane.offer(self.first + page, 1 << self.source));
         }
         if came > 0 {
-            let (shared, pages) = (self.shared, came as u64);
-            shared.counters.prefetched_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
-            shared.events.storage_read(self.attached.name(), pages, pages * shared.host.page_bytes(), began.elapsed());
+            let pages = came as u64;
+            if component == Component::Full {
+                shared.counters.prefetched_tokens.fetch_add(pages * shared.page_size as u64, Ordering::Relaxed);
+            }
+            shared.events.storage_read(self.attached.name(), pages, pages * host.page_bytes(), began.elapsed());
         }
         let absent = verdicts.iter().enumerate().filter(|(_, verdict)| !good(verdict));
         absent.map(|(page, &verdict)| Absent { page: self.first + page, verdict }).collect()
@@ -217,7 +250,7 @@ impl Run<'_> {
     /// Removes corrupt pages from the store, so that they can be written anew; says which are gone. Where a store can't remove at all
     /// they are treated as missing for good; where it failed to, for a while, after which the page is looked at again.
     fn heal(&self, corrupt: &[usize]) -> Vec<usize> {
-        let counters = &self.shared.counters;
+        let (counters, component) = (&self.place.shared.counters, self.place.component);
         counters.corrupt_pages.fetch_add(corrupt.len() as u64, Ordering::Relaxed);
         let keys: Vec<PageKey> = corrupt.iter().map(|&page| self.own[page]).collect();
         let mut status = vec![PageStatus::Unset; keys.len()];
@@ -225,12 +258,15 @@ impl Run<'_> {
         let operation = CancelSet::default();
         let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation, within: None };
         let removed = can_remove
-            && self.attached.call(&info, |backend, options| backend.batch_remove(options, &keys, &mut status)).is_ok();
+            && self
+                .attached
+                .call(&info, |backend, options| backend.batch_remove(options, component.into(), &keys, &mut status))
+                .is_ok();
         let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);
         let mut healed = Vec::new();
         for ((&page, key), status) in corrupt.iter().zip(&keys).zip(status) {
             let gone = removed && matches!(status, PageStatus::Ok | PageStatus::Missing);
-            self.attached.with_belief(|belief| match gone {
+            self.attached.with_belief(component, |belief| match gone {
                 true => belief.heal(key),
                 false => belief.shun(key, until),
             });

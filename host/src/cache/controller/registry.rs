@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use super::attached::Attached;
 use crate::cache::pool::HostPool;
 use crate::cache::stats::CacheCounters;
+use crate::cache::unified::Component;
 use crate::plugin::backend::{Place, StorageBackend};
 
 /// The backends in use, in order, and those that were, as long as calls of theirs run.
@@ -74,22 +75,22 @@ impl Registry {
 
     /// Gives back what late calls held, and forgets past backends that hold nothing any more. Returns the
     /// pages that are still held.
-    pub fn collect(&self, host: &HostPool) -> usize {
+    pub fn collect(&self, pools: &[(Component, &HostPool)]) -> usize {
         let mut past = self.past.lock();
         let current = self.current();
         let mut held = 0;
         for attached in current.iter().chain(past.iter()) {
-            held += attached.collect(host);
+            held += pools.iter().map(|(component, host)| attached.collect(*component, host)).sum::<usize>();
         }
         // Whoever is about to call a past backend, or to report pages that a call of it holds, has it in hand.
         past.retain(|attached| Arc::strong_count(attached) > 1 || !attached.is_done_with());
         held
     }
 
-    /// All pages that late calls hold, once a call.
-    pub fn held(&self) -> Vec<u32> {
+    /// All pages of a component that late calls hold, once a call.
+    pub fn held(&self, component: Component) -> Vec<u32> {
         let past = self.past.lock();
         let current = self.current();
-        current.iter().chain(past.iter()).flat_map(|attached| attached.held()).collect()
+        current.iter().chain(past.iter()).flat_map(|attached| attached.held(component)).collect()
     }
 }

@@ -9,7 +9,7 @@ use super::grant::Phase;
 use crate::cache::config::{BreakEvenMode, PrefetchPolicy};
 use crate::cache::controller::{Delivery, Fetch, FetchOrder, FetchState, FetchStep, Forecast};
 use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, RequestId, ReuseHints};
-use crate::cache::unified::{Component, HostInsert, Match, Room, Side};
+use crate::cache::unified::{Component, HostInsert, Match, NO_SLOT, PerComponent, Room, Side, Slots};
 
 /// Fetches a request may start after the one it first waited for.
 const FOLLOW_UPS: u32 = 2;
@@ -30,6 +30,10 @@ pub(super) struct Request {
     pub storage: StorageOutcome,
     /// Pages of the sequence that its fetch brought in.
     pub fetched: Range<usize>,
+    /// Tokens after which states are saved on the way, and the slots that they go to.
+    pub saves: Vec<(usize, u32)>,
+    /// As well, for the last page that it computes: taken up when it ends, until then overwritten page by page.
+    pub trail: Option<(usize, u32)>,
     /// It waited for another's fetch, and may need more than that brought.
     look_again: bool,
     follow_ups: u32,
@@ -119,6 +123,8 @@ impl CacheManager {
             wait: None,
             storage: StorageOutcome { hit_end: 0, reason: None },
             fetched: 0..0,
+            saves: Vec::new(),
+            trail: None,
             look_again: false,
             follow_ups: 0,
         };
@@ -287,6 +293,7 @@ impl CacheManager {
             patience: self.patience(span, forecast == Forecast::Explore),
             break_even: self.config.break_even == BreakEvenMode::Auto,
             explore: forecast == Forecast::Explore,
+            held: found.found.as_ref().map_or(0, |found| found.held as usize).min(span),
         };
         let fetch = Fetch::new(id, order);
         let active = ActiveFetch {
@@ -310,7 +317,7 @@ impl CacheManager {
     /// called off. `expired` says that the request would take more, but waits no longer.
     pub(super) fn stop_waiting(&mut self, state: &mut Request, expired: bool) {
         let Some(wait) = state.wait.take() else { return };
-        self.harvest(wait.fetch);
+        self.harvest(wait.fetch, false);
         let Some(active) = self.fetches.get_mut(&wait.fetch) else { return };
         active.waiters = active.waiters.saturating_sub(1);
         let (start, last) = (active.fetch.start, active.waiters == 0);
@@ -335,10 +342,10 @@ impl CacheManager {
     }
 
     /// Puts the pages of a fetch that came in since the last time into the tree.
-    pub(super) fn harvest(&mut self, id: u64) {
+    pub(super) fn harvest(&mut self, id: u64, ended: bool) {
         let Some(active) = self.fetches.get_mut(&id) else { return };
         let fetch = Arc::clone(&active.fetch);
-        let Delivery { from, pages, offers } = fetch.take_ready();
+        let Delivery { from, pages, offers, windows, state: recurrent } = fetch.take_ready(ended);
         if pages.is_empty() {
             return;
         }
@@ -350,16 +357,19 @@ impl CacheManager {
         let marks: Vec<Marks> = offers.iter().map(|&offers| self.marks(&state, offers)).collect();
         let mut orphaned = false;
         let mut fresh = Vec::new();
-        let mut pages = pages;
+        let (mut pages, mut windows) = (pages, windows);
         let mut at = start;
         for run in marks.chunk_by(|a, b| a == b) {
             let rest = pages.split_off(run.len().min(pages.len()));
             let own = std::mem::replace(&mut pages, rest);
+            let rest = windows.split_off(run.len().min(windows.len()));
+            let own_windows = std::mem::replace(&mut windows, rest);
             let upto = at + own.len();
+            let own_state = recurrent.filter(|_| upto == end);
             let (tokens, keys) = (fetch.order.tokens.get(..upto * self.page_size), state.keys.get(at..upto));
             let (Some(tokens), Some(keys)) = (tokens, keys) else {
                 tracing::error!(id, "a fetch delivered pages it was not asked for");
-                self.release_host(&own);
+                self.release_fetched(&own, &own_windows, own_state);
                 continue;
             };
             let Marks { stored, owed, unproven } = run[0];
@@ -369,15 +379,15 @@ impl CacheManager {
                 start: at,
                 keys,
                 full: &own,
-                window: &[],
-                state: None,
+                window: &own_windows,
+                state: own_state,
                 stored,
                 owed,
                 unproven,
             });
             at = upto;
             let Some(inserted) = self.sound(inserted) else {
-                self.release_host(&own);
+                self.release_fetched(&own, &own_windows, own_state);
                 continue;
             };
             if inserted.taken > 0 {
@@ -387,7 +397,7 @@ impl CacheManager {
             self.carry_out(inserted.actions);
         }
         drop(state);
-        self.release_host(&pages);
+        self.release_fetched(&pages, &windows, None);
         self.tree.retire_root(root);
         for node in fresh {
             let owed = self.tree.info(node).map_or(0, |info| info.owed.count_ones() as usize * info.pages as usize);
@@ -401,6 +411,14 @@ impl CacheManager {
                 active.delivered.end = active.delivered.start;
             }
         }
+    }
+
+    /// Gives back host pages that a fetch brought and the tree did not take.
+    fn release_fetched(&self, pages: &[u32], windows: &[u32], state: Option<u32>) {
+        let live = |slots: &[u32]| -> Vec<u32> { slots.iter().copied().filter(|&slot| slot != NO_SLOT).collect() };
+        self.release_slots(Component::Full, &live(pages));
+        self.release_slots(Component::Window, &live(windows));
+        self.release_slots(Component::State, state.as_slice());
     }
 
     /// What the backends have of pages that the fetch offers to the sources `offers`. A backend that was in use when storage was asked is
@@ -420,35 +438,42 @@ impl CacheManager {
     }
 
     /// Makes room in the host pool for the pages that a fetch found, or for as many as are worth it.
-    pub(super) fn make_fetch_room(&mut self, id: u64, wanted: usize) {
+    pub(super) fn make_fetch_room(&mut self, id: u64, needed: &PerComponent<usize>) {
         let Some(fetch) = self.fetches.get(&id).map(|active| Arc::clone(&active.fetch)) else { return };
         if fetch.cancel.is_cancelled() {
             return self.fetch_done(id);
         }
         let (free, capacity) = self.host().map_or((0, 0), |host| (host.free_count(), host.capacity()));
+        let wanted = needed[Component::Full];
         if wanted <= capacity {
             // Where all of it can't be had, as much as can.
             let most = free + self.tree.sizes(Component::Full).host;
             self.make_room(Side::Host, Component::Full, wanted.min(most));
         }
+        for component in [Component::Window, Component::State] {
+            self.make_room(Side::Host, component, needed[component]);
+        }
         let Some(lower) = &self.lower else { return };
         let host = &lower.shared.host;
-        let room = match host.alloc(wanted) {
-            Some(pages) => Some(pages),
-            // A shorter prefix is still worth it if it reaches the threshold.
-            None => {
-                Some(host.free_count()).filter(|&free| free >= fetch.order.threshold).and_then(|free| host.alloc(free))
-            }
-        };
-        let missing = wanted - room.as_ref().map_or(0, Vec::len);
+        let room = lower.shared.alloc_host(needed).or_else(|| {
+            // A shorter prefix is still worth it if it reaches the threshold; not where more than pages must fit together.
+            let alone = needed[Component::Window] + needed[Component::State] == 0;
+            let free = host.free_count();
+            (alone && free >= fetch.order.threshold).then(|| host.alloc(free)).flatten().map(|pages| {
+                let mut room = Slots::default();
+                room[Component::Full] = pages;
+                room
+            })
+        });
+        let missing = wanted - room.as_ref().map_or(0, |room| room[Component::Full].len());
         self.count(|counters| &counters.unfulfilled_host_capacity_tokens, missing * self.page_size);
         let mut state = fetch.state.lock();
-        if missing > 0 {
+        if room.is_none() || missing > 0 {
             state.fault = Some(MissReason::HostFull);
         }
         match room {
-            Some(pages) => {
-                state.give_room(pages);
+            Some(room) => {
+                state.give_room(room);
                 drop(state);
                 lower.fetch(FetchStep::Transfer(fetch));
             }
@@ -461,11 +486,13 @@ impl CacheManager {
 
     /// Takes leave of a fetch: its last pages, and the requests that wait for it.
     pub(super) fn fetch_done(&mut self, id: u64) {
-        self.harvest(id);
+        self.harvest(id, true);
         let Some(active) = self.fetches.remove(&id) else { return };
         self.fetch_by_span.retain(|_, fetch| *fetch != id);
         self.fetch_pages -= active.fetch.span;
-        self.release_host(&active.fetch.take_rest());
+        if let Some(lower) = &self.lower {
+            lower.shared.release_host(active.fetch.take_rest());
+        }
         let (hit, taken, fault) = {
             let state = active.fetch.state.lock();
             (state.hit.unwrap_or(0), state.taken, state.fault)
@@ -478,9 +505,11 @@ impl CacheManager {
             let missed = hit.saturating_sub(taken) * self.page_size;
             self.count(|counters| &counters.unfulfilled_storage_transfer_tokens, missed);
         }
+        let aux = self.tree.components().len() > 1;
         for state in self.requests.values_mut() {
             let Some(wait) = state.wait.take_if(|wait| wait.fetch == id) else { continue };
-            state.look_again = wait.joined;
+            // Where windows or states are needed a hit that broke off may have been for nothing, and a shorter one may do.
+            state.look_again = wait.joined || (aux && undelivered);
             state.fetched = active.delivered.clone();
             state.storage = StorageOutcome { hit_end: active.fetch.start + hit, reason: fault };
         }

@@ -12,8 +12,12 @@ impl CacheManager {
     pub fn check_integrity(&mut self) -> Result<(), String> {
         self.take_events();
         self.tree.check_integrity()?;
-        let device: Vec<u32> = self.tree.nodes().flat_map(|node| self.slots(Side::Device, node)).collect();
-        self.device.check(device.into_iter())?;
+        for component in Component::ALL {
+            if let Some(pool) = self.device_pool(component) {
+                let slots = self.all_slots(Side::Device, component);
+                pool.check(slots.into_iter()).map_err(|error| format!("{}: {error}", component.as_str()))?;
+            }
+        }
         self.check_locks()?;
         self.check_host()?;
         let storing = self.writes.held.values().fold(0, |bits, held| bits | held.bit);
@@ -29,12 +33,16 @@ impl CacheManager {
         Ok(())
     }
 
-    fn slots(&self, side: Side, node: NodeId) -> Vec<u32> {
+    fn slots(&self, side: Side, component: Component, node: NodeId) -> Vec<u32> {
         let slots = match side {
-            Side::Device => self.tree.device_slots(Component::Full, node),
-            Side::Host => self.tree.host_slots(Component::Full, node),
+            Side::Device => self.tree.device_slots(component, node),
+            Side::Host => self.tree.host_slots(component, node),
         };
         slots.unwrap_or_default().to_vec()
+    }
+
+    fn all_slots(&self, side: Side, component: Component) -> Vec<u32> {
+        self.tree.nodes().flat_map(|node| self.slots(side, component, node)).collect()
     }
 
     fn check_locks(&self) -> Result<(), String> {
@@ -91,26 +99,29 @@ impl CacheManager {
         };
         // Workers take and give pages while this looks; what they hold is read under their lock first.
         let states: Vec<_> = self.fetches.values().map(|active| active.fetch.state.lock()).collect();
-        let mut expected = vec![0u32; lower.shared.host.capacity()];
-        let tree = self.tree.nodes().flat_map(|node| self.slots(Side::Host, node));
-        let fetched = states.iter().flat_map(|state| state.pages.iter().flatten().copied());
-        let stores = self.writes.held.values().flat_map(|held| held.pages.iter().copied());
-        for page in tree.chain(fetched).chain(stores).chain(lower.shared.registry.held()) {
-            match expected.get_mut(page as usize) {
-                Some(holders) => *holders += 1,
-                None => return Err(format!("host page {page} is outside the pool")),
-            }
-        }
-        lower.shared.host.with_pages(|pages| {
-            pages.check()?;
-            for (page, &expected) in expected.iter().enumerate() {
-                let found = pages.holders(page as u32);
-                if found != expected {
-                    return Err(format!("host page {page} has {found} holders, expected {expected}"));
+        for (component, host) in lower.shared.hosts() {
+            let mut expected = vec![0u32; host.capacity()];
+            let tree = self.all_slots(Side::Host, component).into_iter();
+            let fetched = states.iter().flat_map(|state| state.lanes[component].pages.iter().flatten().copied());
+            let stores = self.writes.held.values().flat_map(|held| held.pages[component].iter().copied());
+            for page in tree.chain(fetched).chain(stores).chain(lower.shared.registry.held(component)) {
+                match expected.get_mut(page as usize) {
+                    Some(holders) => *holders += 1,
+                    None => return Err(format!("{} host page {page} is outside the pool", component.as_str())),
                 }
             }
-            Ok(())
-        })?;
+            host.with_pages(|pages| {
+                pages.check()?;
+                for (page, &expected) in expected.iter().enumerate() {
+                    let found = pages.holders(page as u32);
+                    if found != expected {
+                        let name = component.as_str();
+                        return Err(format!("{name} host page {page} has {found} holders, expected {expected}"));
+                    }
+                }
+                Ok(())
+            })?;
+        }
         drop(states);
         Ok(())
     }

@@ -5,24 +5,43 @@ use std::time::{Duration, Instant};
 
 use super::CacheManager;
 use crate::cache::controller::copy_out;
+use crate::cache::pool::{DevicePages, HostPool, PageFault};
 use crate::cache::types::{CacheError, Flushed, Tiers};
-use crate::cache::unified::{Action, Actions, Component, PerComponent, Room, Side, Step, Tree};
+use crate::cache::unified::{Action, Actions, Component, NO_SLOT, PerComponent, Room, Side, Step, Tree};
 
 impl CacheManager {
     /// Device pages for new tokens; cached pages that nobody locks make room. None if there are not
     /// enough; then none were taken. The caller owns them until it commits, frees or finishes.
     pub fn alloc_pages(&mut self, count: usize) -> Option<Vec<u32>> {
-        if self.device.free_count() < count {
+        self.alloc(Component::Full, count)
+    }
+
+    /// As `alloc_pages`, of windows. None as well for a model that has none.
+    pub fn alloc_windows(&mut self, count: usize) -> Option<Vec<u32>> {
+        self.alloc(Component::Window, count)
+    }
+
+    fn alloc(&mut self, component: Component, count: usize) -> Option<Vec<u32>> {
+        if self.device_pool(component)?.free_count() < count {
             self.take_events();
-            self.make_room(Side::Device, Component::Full, count);
+            self.make_room(Side::Device, component, count);
         }
-        self.device.alloc(count)
+        self.take(Side::Device, component, count)
     }
 
     /// Gives back pages of `alloc_pages` that were not committed.
     pub fn free_pages(&mut self, pages: &[u32]) {
-        for &page in pages {
-            if self.device.free_callers(page).is_err() {
+        self.free_own(Component::Full, pages);
+    }
+
+    /// Gives back pages of `alloc_windows` that were not committed; [`NO_SLOT`] stands for none.
+    pub fn free_windows(&mut self, pages: &[u32]) {
+        self.free_own(Component::Window, pages);
+    }
+
+    fn free_own(&mut self, component: Component, pages: &[u32]) {
+        for &page in pages.iter().filter(|&&page| page != NO_SLOT) {
+            if self.device_pool_mut(component).is_none_or(|pool| pool.free_callers(page).is_err()) {
                 self.misuse(&CacheError::ForeignPage { request: 0, page });
             }
         }
@@ -31,6 +50,16 @@ impl CacheManager {
     /// Device pages that `alloc_pages` could deliver now: free ones and cached ones that nobody locks.
     pub fn available_pages(&self) -> usize {
         self.device.free_count() + self.tree.sizes(Component::Full).unlocked
+    }
+
+    /// As `available_pages`, of windows; none for a model that has none.
+    pub fn available_windows(&self) -> Option<usize> {
+        Some(self.windows.as_ref()?.free_count() + self.tree.sizes(Component::Window).unlocked)
+    }
+
+    /// Pages of windows that going on from a page's end needs.
+    pub fn window_pages(&self) -> usize {
+        self.windows.as_ref().map_or(0, |_| self.tree.config().window_pages() as usize)
     }
 
     /// Empties tiers of what nobody locks.
@@ -62,30 +91,64 @@ impl CacheManager {
     fn free_slots_of(&mut self, actions: Actions) {
         for action in actions.0 {
             match action {
-                Action::FreeDevice { slots, .. } => self.free_device(&slots),
-                Action::FreeHost { slots, .. } => self.release_host(&slots),
+                Action::FreeDevice { component, slots } => self.free_device(component, &slots),
+                Action::FreeHost { component, slots } => self.release_slots(component, &slots),
                 _ => {}
             }
         }
     }
 
-    /// Frees device pages that were the tree's.
-    pub(super) fn free_device(&mut self, pages: &[u32]) {
-        for &page in pages {
-            if let Err(fault) = self.device.free_trees(page) {
+    /// The device pool of a component.
+    pub(super) fn device_pool(&self, component: Component) -> Option<&DevicePages> {
+        match component {
+            Component::Full => Some(&self.device),
+            Component::Window => self.windows.as_ref(),
+            Component::State => self.states.as_ref(),
+        }
+    }
+
+    fn device_pool_mut(&mut self, component: Component) -> Option<&mut DevicePages> {
+        match component {
+            Component::Full => Some(&mut self.device),
+            Component::Window => self.windows.as_mut(),
+            Component::State => self.states.as_mut(),
+        }
+    }
+
+    /// Changes the owner of device slots, one by one.
+    fn change_owner(
+        &mut self,
+        component: Component,
+        slots: &[u32],
+        change: impl Fn(&mut DevicePages, u32) -> Result<(), PageFault>,
+    ) {
+        for &slot in slots {
+            if let Some(Err(fault)) = self.device_pool_mut(component).map(|pool| change(pool, slot)) {
                 self.count(|counters| &counters.misuses, 1);
-                tracing::error!(%fault, "device page freed in error");
+                tracing::error!(%fault, component = component.as_str(), "a device slot changes hands in error");
             }
         }
     }
 
-    /// Hands pages of a caller to the tree.
-    pub(super) fn give_to_tree(&mut self, pages: &[u32]) {
-        for &page in pages {
-            if let Err(fault) = self.device.give_to_tree(page) {
-                self.count(|counters| &counters.misuses, 1);
-                tracing::error!(%fault, "the tree was given a page that was not the caller's");
-            }
+    /// Frees device slots that were the tree's.
+    fn free_device(&mut self, component: Component, slots: &[u32]) {
+        self.change_owner(component, slots, DevicePages::free_trees);
+    }
+
+    /// Hands slots of a caller to the tree.
+    pub(super) fn give_to_tree(&mut self, component: Component, slots: &[u32]) {
+        self.change_owner(component, slots, DevicePages::give_to_tree);
+    }
+
+    /// The host pool of a component.
+    pub(super) fn host_pool(&self, component: Component) -> Option<&HostPool> {
+        self.lower.as_ref().and_then(|lower| lower.shared.host_of(component))
+    }
+
+    /// Takes a holder from each of these host slots.
+    pub(super) fn release_slots(&self, component: Component, slots: &[u32]) {
+        if let Some(host) = self.host_pool(component).filter(|_| !slots.is_empty()) {
+            host.release(slots);
         }
     }
 
@@ -93,8 +156,8 @@ impl CacheManager {
     pub(super) fn carry_out_for(&mut self, actions: Actions, session: Option<&std::sync::Arc<str>>, from: u32) {
         for action in actions.0 {
             match action {
-                Action::FreeDevice { slots, .. } => self.free_device(&slots),
-                Action::FreeHost { slots, .. } => self.release_host(&slots),
+                Action::FreeDevice { component, slots } => self.free_device(component, &slots),
+                Action::FreeHost { component, slots } => self.release_slots(component, &slots),
                 Action::Backup { nodes } => self.back_up_nodes(nodes, from, session),
                 Action::LeftDevice { node } => self.want_stored(node),
                 Action::Dropped { pages } => {
@@ -116,37 +179,37 @@ impl Room for CacheManager {
     }
 
     fn free_slots(&self, side: Side, component: Component) -> Option<usize> {
-        match (side, component) {
-            (Side::Device, Component::Full) => Some(self.device.free_count()),
-            (Side::Host, Component::Full) => self.host().map(|host| host.free_count()),
-            _ => None,
+        match side {
+            Side::Device => self.device_pool(component).map(DevicePages::free_count),
+            Side::Host => self.host_pool(component).map(HostPool::free_count),
         }
     }
 
     fn take(&mut self, side: Side, component: Component, count: usize) -> Option<Vec<u32>> {
-        match (side, component) {
-            (Side::Device, Component::Full) => self.device.alloc(count),
-            (Side::Host, Component::Full) => self.host()?.alloc(count),
-            _ => None,
-        }
-    }
-
-    fn give_back(&mut self, side: Side, _: Component, slots: &[u32]) {
         match side {
-            Side::Device => self.free_pages(slots),
-            Side::Host => self.release_host(slots),
+            Side::Device => self.device_pool_mut(component)?.alloc(count),
+            Side::Host => self.host_pool(component)?.alloc(count),
         }
     }
 
-    fn copy_down(&mut self, _: Component, device: &[u32], host: &[u32]) -> bool {
+    fn give_back(&mut self, side: Side, component: Component, slots: &[u32]) {
+        match side {
+            Side::Device => self.change_owner(component, slots, DevicePages::free_callers),
+            Side::Host => self.release_slots(component, slots),
+        }
+    }
+
+    fn copy_down(&mut self, component: Component, device: &[u32], host: &[u32]) -> bool {
         let began = Instant::now();
-        let Some(pool) = self.host() else { return false };
+        let Some((memory, pool)) = self.lower.as_ref().and_then(|lower| lower.shared.pools(component)) else {
+            return false;
+        };
         let ok = device.iter().zip(host).all(|(&from, &to)| {
             // SAFETY: the host page was just taken and is nobody else's; the device page is complete and
             // belongs to the tree, which is not changed meanwhile.
-            unsafe { copy_out(&*self.pool, from, pool, to) }
+            unsafe { copy_out(memory, from, pool, to) }
         });
-        if ok {
+        if ok && component == Component::Full {
             self.count_host_backup(device.len(), began.elapsed());
         }
         ok
@@ -157,15 +220,17 @@ impl Room for CacheManager {
     }
 
     /// On the device a little more than asked for leaves, so that decoding does not evict page by page.
-    fn least(&self, side: Side, _: Component) -> usize {
-        match side {
-            Side::Device => self.device.capacity() / 64,
-            Side::Host => 1,
+    fn least(&self, side: Side, component: Component) -> usize {
+        match (side, component) {
+            (Side::Device, Component::Full | Component::Window) => {
+                self.device_pool(component).map_or(1, |pool| pool.capacity() / 64)
+            }
+            _ => 1,
         }
     }
 
-    fn made_room(&mut self, side: Side, _: Component, slots: usize, took: Duration) {
-        if side == Side::Device {
+    fn made_room(&mut self, side: Side, component: Component, slots: usize, took: Duration) {
+        if (side, component) == (Side::Device, Component::Full) {
             let tokens = (slots * self.page_size) as u64;
             self.counters.evicted_device_tokens.fetch_add(tokens, Ordering::Relaxed);
             self.listener.evicted(tokens, took);

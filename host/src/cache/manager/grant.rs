@@ -1,12 +1,12 @@
-//! From `acquire` to the end of a request.
+//! From `acquire` to the grant.
 
 use std::time::Duration;
 
 use super::CacheManager;
-use super::admit::{Request, StorageOutcome};
-use crate::cache::controller::{LoadJob, copy_in};
+use super::admit::Request;
+use crate::cache::controller::{LoadJob, PageCopy, copy_in};
 use crate::cache::types::{Acquire, CacheError, Grant, RequestId};
-use crate::cache::unified::{Component, Insert, LoadTicket, Lock, NodeId, Readiness, Room, Side, Slots};
+use crate::cache::unified::{Component, LoadCopy, LoadTicket, Lock, NO_SLOT, NodeId, Readiness, Room, Side, Slots};
 
 /// Pages that are loaded on the scheduler's thread: waking a worker takes as long.
 const INLINE_PAGES: usize = 1;
@@ -35,6 +35,8 @@ pub(super) struct Draft {
     storage: usize,
     /// What is missing on the device may be loaded. It is, once.
     may_load: bool,
+    /// Pages after which a state would have made a longer hit.
+    branch: Option<u32>,
 }
 
 /// A load that runs.
@@ -102,9 +104,12 @@ impl CacheManager {
         let ignore_host = ignore_host || host_tokens < self.config.load_back_threshold;
         let settled = self.tree.settle(if ignore_host { found.device } else { found.best });
         let node = self.sound(settled)?;
+        // What is held and loaded of windows is the one before the end, however long the node is that it lies in.
+        let cut = self.tree.cut_window(node);
+        self.sound(cut);
         let locked = self.tree.lock(node);
         let lock = self.sound(locked)?;
-        Some(self.draft(state, lock, !ignore_host))
+        Some(Draft { branch: found.state_branch, ..self.draft(state, lock, !ignore_host) })
     }
 
     /// Grants a prefix that is held, or starts to load what it lacks on the device. What others are loading is waited for.
@@ -170,6 +175,7 @@ impl CacheManager {
         self.loads.is_empty()
             && self.writes.backups.is_empty()
             && self.device.caller_count() == 0
+            && [&self.windows, &self.states].into_iter().flatten().all(|pool| pool.caller_count() == 0)
             && self.requests.values().all(|request| matches!(request.phase, Phase::Queued { .. }))
     }
 
@@ -181,7 +187,10 @@ impl CacheManager {
         let found = self.tree.find(root, known);
         let node = found.and_then(|found| {
             let settled = self.tree.settle(found.best);
-            self.sound(settled)
+            let node = self.sound(settled)?;
+            let cut = self.tree.cut_window(node);
+            self.sound(cut);
+            Some(node)
         });
         let lock = node.and_then(|node| {
             let locked = self.tree.lock(node);
@@ -199,7 +208,7 @@ impl CacheManager {
     }
 
     fn draft(&self, state: &Request, lock: Lock, may_load: bool) -> Draft {
-        let mut draft = Draft { lock, device: 0, storage: 0, may_load };
+        let mut draft = Draft { lock, device: 0, storage: 0, may_load, branch: None };
         for node in self.tree.path(draft.lock.node()).unwrap_or_default() {
             let Ok(part) = self.tree.info(node) else { continue };
             let pages = part.start as usize..(part.start + part.pages) as usize;
@@ -215,7 +224,7 @@ impl CacheManager {
 
     /// Starts to load what the path to `node` lacks into these slots. False, with the slots given back, if it can't be.
     fn start_load(&mut self, node: NodeId, slots: Slots) -> bool {
-        if slots[Component::Full].is_empty() {
+        if slots == Slots::default() {
             return true;
         }
         let begun = self.tree.begin_load(node, slots.clone());
@@ -223,20 +232,25 @@ impl CacheManager {
             self.give_back_all(Side::Device, slots);
             return false;
         };
-        self.give_to_tree(&slots[Component::Full]);
-        let copies = self.tree.load_copies(&ticket).unwrap_or_default();
-        let pairs: Vec<(u32, u32)> =
-            copies.iter().flat_map(|copy| copy.host.iter().copied().zip(copy.device.iter().copied())).collect();
+        for component in Component::ALL {
+            self.give_to_tree(component, &slots[component]);
+        }
+        let mut copies = Vec::new();
+        for LoadCopy { component, host, device } in self.tree.load_copies(&ticket).unwrap_or_default() {
+            copies.extend(host.into_iter().zip(device).map(|(host, device)| PageCopy { component, device, host }));
+        }
         let id = self.new_id();
-        let inline = pairs.len() <= INLINE_PAGES;
-        let job = LoadJob::new(id, pairs);
-        self.loads.insert(id, ActiveLoad { ticket, pages: job.pairs.len() });
+        let inline = copies.len() <= INLINE_PAGES;
+        let job = LoadJob::new(id, copies);
+        self.loads.insert(id, ActiveLoad { ticket, pages: slots[Component::Full].len() });
         let Some(lower) = &self.lower else { return true };
         if inline {
-            let ok = job.pairs.iter().all(|&(from, to)| {
-                // SAFETY: the host page is complete and locked in the tree; the device page is marked as
-                // loading, so nobody reads it yet.
-                unsafe { copy_in(&*self.pool, &lower.shared.host, from, to) }
+            let ok = job.copies.iter().all(|copy| {
+                lower.shared.pools(copy.component).is_some_and(|(device, host)| {
+                    // SAFETY: the host page is complete and locked in the tree; the device page is marked as
+                    // loading, so nobody reads it yet.
+                    unsafe { copy_in(device, host, copy.host, copy.device) }
+                })
             });
             self.loaded(id, ok, job.began.elapsed());
         } else {
@@ -254,7 +268,7 @@ impl CacheManager {
         }
         if ok {
             let tokens = pages * self.page_size;
-            let bytes = pages * self.pool.spec().page_bytes();
+            let bytes = pages * self.memory.page_bytes();
             self.count(|counters| &counters.load_back_tokens, tokens);
             self.count(|counters| &counters.load_back_bytes, bytes);
             self.listener.loaded_back(tokens as u64, bytes as u64, took);
@@ -267,10 +281,11 @@ impl CacheManager {
     }
 
     fn grant(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
-        let Draft { lock, device, storage, .. } = draft;
+        let Draft { lock, device, storage, branch, .. } = draft;
         let node = lock.node();
         let pages = self.tree.device_table(Component::Full, node).unwrap_or_default();
         let granted = pages.len();
+        let windows = self.window_table(&lock);
         state.phase = Phase::Granted { lock, committed: granted };
         let touched = self.tree.touch(node).and_then(|()| self.tree.prioritize(node, state.hints.priority));
         self.sound(touched);
@@ -287,7 +302,10 @@ impl CacheManager {
             from_storage: storage * size,
             from_host: (granted - device - storage) * size,
             why: self.misses(state, root, tokens, granted),
+            state: self.tree.components().contains(&Component::State).then(|| self.state_at(node)).flatten(),
+            branch: branch.map(|pages| pages as usize * size),
             pages,
+            windows,
         };
         self.count(|counters| &counters.granted_device_tokens, grant.from_device);
         self.count(|counters| &counters.granted_host_tokens, grant.from_host);
@@ -295,108 +313,18 @@ impl CacheManager {
         Acquire::Granted(grant)
     }
 
-    /// Takes the whole pages of `tokens` (all tokens of the sequence whose KV is computed) into the tree and
-    /// extends the request's lock over them. `pages` is the request's page table from position 0:
-    /// granted pages, then pages of `alloc_pages`. Where the tree had the page already, the entry is
-    /// replaced by the tree's page and the request's own is freed. Cheap if no page became whole.
-    pub fn commit(&mut self, request: RequestId, tokens: &[u32], pages: &mut [u32]) -> Result<(), CacheError> {
-        self.commit_pages(request, tokens, pages).inspect_err(|error| self.misuse(error))
+    /// The window table up to what a lock holds, with the pages that it holds; empty without windows.
+    fn window_table(&self, lock: &Lock) -> Vec<u32> {
+        if self.windows.is_none() {
+            return Vec::new();
+        }
+        let mut table = self.tree.device_table(Component::Window, lock.node()).unwrap_or_default();
+        let held = lock.window_from().map_or(table.len(), |from| from as usize).min(table.len());
+        table[..held].fill(NO_SLOT);
+        table
     }
 
-    fn commit_pages(&mut self, request: RequestId, tokens: &[u32], pages: &mut [u32]) -> Result<(), CacheError> {
-        let state = self.requests.get(&request).ok_or(CacheError::UnknownRequest(request))?;
-        let Phase::Granted { lock, committed } = &state.phase else {
-            return Err(CacheError::NotGranted(request));
-        };
-        let (from, committed) = (lock.node(), *committed);
-        let (session, priority) = (state.session.clone(), state.hints.priority);
-        let whole = tokens.len() / self.page_size;
-        if whole <= committed {
-            return Ok(());
-        }
-        let found = pages.len();
-        let own = pages.get_mut(committed..whole).ok_or(CacheError::PageTable {
-            request,
-            tokens: tokens.len(),
-            needed: whole,
-            found,
-        })?;
-        if let Some(&page) = own.iter().find(|&&page| !self.device.is_callers(page)) {
-            return Err(CacheError::ForeignPage { request, page });
-        }
-        let given = own.to_vec();
-        let tokens = &tokens[committed * self.page_size..whole * self.page_size];
-        let inserted = self.tree.insert(Insert { from, tokens, full: own, window: &mut [], state: None, priority });
-        let Some(inserted) = self.sound(inserted) else { return Ok(()) };
-        // What the tree had already it frees as its own.
-        self.give_to_tree(&given[..inserted.pages]);
-        let locked = self.tree.lock(inserted.node);
-        if let Some(lock) = self.sound(locked)
-            && let Some(state) = self.requests.get_mut(&request)
-        {
-            let longer = Phase::Granted { lock, committed: committed + inserted.pages };
-            if let Phase::Granted { lock, .. } = std::mem::replace(&mut state.phase, longer) {
-                self.unlock(lock);
-            }
-        }
-        self.carry_out_for(inserted.actions, session.as_ref(), committed as u32);
-        let joined = self.tree.merge_growing(inserted.node);
-        if self.sound(joined) == Some(true) {
-            self.want_stored(inserted.node);
-        }
-        Ok(())
-    }
-
-    /// Ends a request: commits as `commit` does, unlocks, and frees the pages after the last whole one.
-    /// `tokens` and `pages` may be empty for a request that never was granted anything.
-    pub fn finish(&mut self, request: RequestId, tokens: &[u32], pages: Vec<u32>) {
-        self.preempt(request, tokens, pages);
-        self.abort(request, Vec::new());
-    }
-
-    /// Ends a request in any state without committing: unlocks, frees what is not the tree's.
-    pub fn abort(&mut self, request: RequestId, pages: Vec<u32>) {
-        let Some(mut state) = self.requests.remove(&request) else {
-            return self.free_pages(&pages);
-        };
-        self.stop_waiting(&mut state, false);
-        self.let_go(&mut state, &pages);
-    }
-
-    /// As `finish`, but the request stays known, and `acquire` may be called for it again.
-    pub fn preempt(&mut self, request: RequestId, tokens: &[u32], pages: Vec<u32>) {
-        let mut pages = pages;
-        let granted = matches!(self.requests.get(&request).map(|state| &state.phase), Some(Phase::Granted { .. }));
-        if granted {
-            // What cannot be committed is freed; `commit` has logged why.
-            let _ = self.commit(request, tokens, &mut pages);
-        }
-        let Some(mut state) = self.requests.remove(&request) else {
-            return self.free_pages(&pages);
-        };
-        self.let_go(&mut state, &pages);
-        // What storage said of the prompt is no news for the longer sequence.
-        state.storage = StorageOutcome { hit_end: 0, reason: None };
-        state.fetched = 0..0;
-        self.requests.insert(request, state);
-    }
-
-    /// Unlocks what a request holds, and frees the pages of its table that are not the tree's.
-    fn let_go(&mut self, state: &mut Request, pages: &[u32]) {
-        let phase = std::mem::replace(&mut state.phase, Phase::Queued { ignore_host: false });
-        let (lock, committed) = match phase {
-            Phase::Queued { .. } => return self.free_pages(pages),
-            Phase::Loading(draft) => (draft.lock, 0),
-            Phase::Granted { lock, committed } => (lock, committed),
-        };
-        self.free_pages(pages.get(committed..).unwrap_or(&[]));
-        let node = lock.node();
-        self.unlock(lock);
-        if self.tree.contains(node) {
-            let joined = self.tree.merge_up(node);
-            self.sound(joined);
-            // Its parts may have waited for storage under names that are gone now.
-            self.want_stored(node);
-        }
+    fn state_at(&self, node: NodeId) -> Option<u32> {
+        self.tree.device_slots(Component::State, node).ok()?.first().copied()
     }
 }

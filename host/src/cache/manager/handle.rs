@@ -19,10 +19,11 @@ impl StorageHandle {
         StorageHandle { shared }
     }
 
-    /// What a backend needs to know of the host pool before it is attached. None without a host pool; then
+    /// What a backend needs to know of the host pools before it is attached, the anchor first. None of them without a host tier; then
     /// there can be no storage tier.
-    pub fn host_pool(&self) -> Option<HostPoolDescription> {
-        self.shared.as_ref().map(|shared| shared.host.description().clone())
+    pub fn host_pools(&self) -> Vec<HostPoolDescription> {
+        let Some(shared) = &self.shared else { return Vec::new() };
+        shared.hosts().iter().flat_map(|(_, host)| host.descriptions().iter().cloned()).collect()
     }
 
     /// Puts an opened and registered backend to use, in the same step in which the one whose place it takes leaves. Pages that the

@@ -2,6 +2,7 @@
 
 mod admit;
 mod check;
+mod commit;
 mod evict;
 mod grant;
 mod handle;
@@ -24,14 +25,17 @@ pub use super::controller::Waker;
 pub use handle::StorageHandle;
 
 use super::config::CacheConfig;
-use super::controller::{Controller, Event};
-use super::pool::{DevicePages, HostPool};
+use super::controller::{Controller, Event, Pools};
+use super::pool::{CacheMemory, DeviceMemory, DevicePages, HostPool};
 use super::stats::{CacheCounters, CacheEvents, CacheStats};
 use super::types::{CacheError, RequestId};
-use super::unified::{Below, Component, Tree, TreeConfig, TreeError};
+use super::unified::{Below, Component, StateConfig, Tree, TreeConfig, TreeError};
 use admit::{ActiveFetch, Request};
 use grant::ActiveLoad;
 use outgoing::Writes;
+
+/// Device states that one sequence keeps, those where others branch off not counted.
+const STATES_PER_PATH: usize = 8;
 
 /// How often pages of late calls are asked after.
 const COLLECT_INTERVAL: Duration = Duration::from_millis(100);
@@ -40,8 +44,12 @@ const COLLECT_INTERVAL: Duration = Duration::from_millis(100);
 pub struct CacheManager {
     config: CacheConfig,
     page_size: usize,
-    pool: Arc<dyn KvPool>,
+    memory: DeviceMemory,
     device: DevicePages,
+    /// Pages of windows, where the model has such.
+    windows: Option<DevicePages>,
+    /// Slots of recurrent states, where the model has such.
+    states: Option<DevicePages>,
     tree: Tree,
     /// Host and storage tiers; none without a host pool.
     lower: Option<Controller>,
@@ -67,10 +75,22 @@ impl CacheManager {
         events: Arc<dyn CacheEvents>,
         waker: Waker,
     ) -> Result<Self, CacheError> {
-        let spec = *device.spec();
-        let pages = u32::try_from(spec.pages).ok().filter(|&pages| pages > 0).ok_or_else(|| CacheError::Config {
+        Self::over(config, device.into(), events, waker)
+    }
+
+    /// As `new`, over the pools of a model that has several.
+    pub fn over(
+        config: CacheConfig,
+        memory: CacheMemory,
+        events: Arc<dyn CacheEvents>,
+        waker: Waker,
+    ) -> Result<Self, CacheError> {
+        let CacheMemory { full: memory, window, state } = memory;
+        let (found, page_size) = (memory.pages(), memory.page_tokens());
+        let counted = |found: usize| u32::try_from(found).ok().filter(|&pages| pages > 0);
+        let pages = counted(found).ok_or_else(|| CacheError::Config {
             key: "cache.device_tokens",
-            problem: format!("{} pages; at least one page and at most 2^32 - 1 are needed", spec.pages),
+            problem: format!("{found} pages; at least one page and at most 2^32 - 1 are needed"),
         })?;
         if !(0.0..=1.0).contains(&config.prefetch_occupancy) {
             return Err(CacheError::Config {
@@ -79,34 +99,71 @@ impl CacheManager {
             });
         }
         let counters = Arc::new(CacheCounters::default());
+        let too_many = |key, found: usize| CacheError::Config {
+            key,
+            problem: format!("{found} pages or slots; at most 2^32 - 1 can be counted"),
+        };
+        let windows = match &window {
+            Some(window) => {
+                let found = window.memory.pages();
+                Some(DevicePages::new(counted(found).ok_or_else(|| too_many("cache.window_ratio", found))?))
+            }
+            None => None,
+        };
+        let states = match &state {
+            Some(state) => {
+                let found = state.memory.pages();
+                let slots = counted(found).ok_or_else(|| too_many("cache.states", found))?;
+                Some(DevicePages::after(u32::try_from(state.running).unwrap_or(slots), slots))
+            }
+            None => None,
+        };
+        let below = if config.host_pages > 0 { Below::Host } else { Below::Nothing };
+        let tree = Tree::new(TreeConfig {
+            page_size,
+            policy: config.eviction,
+            below,
+            window: window.as_ref().map(|window| window.tokens),
+            states: state.as_ref().map(|_| StateConfig { grid: page_size, per_path: Some(STATES_PER_PATH) }),
+            ..TreeConfig::default()
+        });
+        let tree = tree.map_err(|error| CacheError::Config { key: "cache.page_size", problem: error.to_string() })?;
         let lower = match config.host_pages {
             0 => None,
             host_pages => {
-                let mut host = HostPool::new(&spec, host_pages, config.host_layout, config.identity)?;
-                host.pin_for(&*device);
-                Some(Controller::new(
-                    &config,
-                    Arc::clone(&device),
-                    Arc::new(host),
-                    Arc::clone(&counters),
-                    Arc::clone(&events),
-                    waker,
-                )?)
+                let (layout, identity) = (config.host_layout, config.identity);
+                let host = |memory: &DeviceMemory, component: Component, pages| -> Result<HostPool, CacheError> {
+                    let shape = memory.host_shape(component == Component::State);
+                    let mut host = HostPool::new(&shape, component.into(), pages, layout, identity)?;
+                    host.pin_for(memory);
+                    Ok(host)
+                };
+                let beside = |memory: DeviceMemory, component, pages| -> Result<_, CacheError> {
+                    let host = host(&memory, component, pages)?;
+                    Ok((memory, host))
+                };
+                let windows = window.map(|window| beside(window.memory, Component::Window, window.host_pages));
+                let states = state.map(|state| beside(state.memory, Component::State, state.host_slots));
+                let pools = Pools {
+                    device: memory.clone(),
+                    host: host(&memory, Component::Full, host_pages)?,
+                    window_pages: windows.is_some().then(|| tree.config().window_pages() as usize),
+                    beside: [windows.transpose()?, states.transpose()?],
+                };
+                Some(Controller::new(&config, pools, Arc::clone(&counters), Arc::clone(&events), waker)?)
             }
         };
-        let total = |pages: u32| u64::from(pages) * spec.page_tokens as u64;
+        let total = |pages: u32| u64::from(pages) * page_size as u64;
         counters.device_total_tokens.store(total(pages), Ordering::Relaxed);
         counters.host_total_tokens.store(total(config.host_pages), Ordering::Relaxed);
-        let below = if lower.is_some() { Below::Host } else { Below::Nothing };
-        let policy = config.eviction;
-        let tree = Tree::new(TreeConfig { page_size: spec.page_tokens, policy, below, ..TreeConfig::default() });
-        let tree = tree.map_err(|error| CacheError::Config { key: "cache.page_size", problem: error.to_string() })?;
         let mut cache = CacheManager {
-            page_size: spec.page_tokens,
+            page_size,
             tree,
             config,
             device: DevicePages::new(pages),
-            pool: device,
+            windows,
+            states,
+            memory,
             lower,
             counters,
             listener: events,
@@ -149,7 +206,7 @@ impl CacheManager {
         self.take_events();
         let mut next = self.pump_writes();
         if let Some(lower) = &self.lower {
-            let held = lower.shared.registry.collect(&lower.shared.host);
+            let held = lower.shared.registry.collect(&lower.shared.hosts());
             self.counters.host_quarantined_pages.store(held as u64, Ordering::Relaxed);
             if held > 0 {
                 let again = Instant::now() + COLLECT_INTERVAL;
@@ -184,8 +241,8 @@ impl CacheManager {
         match event {
             Event::BackedUp { job, ok, took } => self.backed_up(job, ok, took),
             Event::Loaded { id, ok, took } => self.loaded(id, ok, took),
-            Event::FetchProgress(id) => self.harvest(id),
-            Event::FetchNeedsRoom { id, pages } => self.make_fetch_room(id, pages),
+            Event::FetchProgress(id) => self.harvest(id, false),
+            Event::FetchNeedsRoom { id, needed } => self.make_fetch_room(id, &needed),
             Event::FetchDone(id) => self.fetch_done(id),
             Event::Stored(report) => self.stored(report),
             Event::Flushed => self.writes.flushes_running = self.writes.flushes_running.saturating_sub(1),
@@ -214,15 +271,7 @@ impl CacheManager {
     }
 
     fn host(&self) -> Option<&HostPool> {
-        self.lower.as_ref().map(|lower| &*lower.shared.host)
-    }
-
-    fn release_host(&self, pages: &[u32]) {
-        if let Some(host) = self.host()
-            && !pages.is_empty()
-        {
-            host.release(pages);
-        }
+        self.lower.as_ref().map(|lower| &lower.shared.host)
     }
 
     fn new_id(&mut self) -> u64 {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::config::WritePolicy;
 use crate::cache::controller::Attached;
-use crate::cache::unified::{BackupTicket, NodeId, NodeInfo, StoreTicket};
+use crate::cache::unified::{BackupTicket, Component, NodeId, NodeInfo, Slots, StoreTicket};
 
 /// How long after a failure a mere use of a page does not queue it for storage again.
 const QUIET_AFTER_FAILURE: Duration = Duration::from_secs(5);
@@ -117,8 +117,8 @@ pub(super) struct Copying {
 pub(super) struct Held {
     /// The bit of the backend that they go to.
     pub bit: u64,
-    /// Host pages.
-    pub pages: Vec<u32>,
+    /// Host pages, by component.
+    pub pages: Slots,
     /// Nodes, in order.
     pub tickets: Vec<StoreTicket>,
 }
@@ -144,7 +144,7 @@ impl Writes {
     pub fn pending_pages(&self) -> usize {
         let copying: usize = self.backups.values().map(|copying| copying.pages).sum();
         let queued: usize = self.views.iter().map(|view| view.queue.pages()).sum();
-        queued + copying + self.held.values().map(|held| held.pages.len()).sum::<usize>()
+        queued + copying + self.held.values().map(|held| held.pages[Component::Full].len()).sum::<usize>()
     }
 
     pub fn idle(&self) -> bool {

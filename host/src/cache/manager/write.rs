@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 use super::CacheManager;
 use super::outgoing::{Copying, Held, SELECTIVE_HITS, View, Wanted};
 use crate::cache::config::WritePolicy;
-use crate::cache::controller::{BATCH_PAGES, BackupJob, StoreJob, StoreReport, WriteJob};
+use crate::cache::controller::{BATCH_PAGES, BackupJob, PageCopy, StoreJob, StorePart, StoreReport, WriteJob};
 use crate::cache::types::Drained;
-use crate::cache::unified::{BackupRule, Component, NodeId, NodeInfo, Room, Side, Source, StoreTicket};
+use crate::cache::unified::{
+    BackupRule, Component, NodeId, NodeInfo, PerComponent, Room, Side, Slots, Source, StoreTicket,
+};
 
 /// Pause before a page that could not be stored is tried again; doubles with each try.
 const RETRY_PAUSE: Duration = Duration::from_millis(250);
@@ -23,22 +25,31 @@ impl CacheManager {
     pub(super) fn back_up(&mut self, node: NodeId, session: Option<Arc<str>>) {
         let (Ok(info), Ok(needs)) = (self.tree.info(node), self.tree.backup_needs(node)) else { return };
         let pages = needs[Component::Full];
-        if self.lower.is_none() || pages == 0 || info.loading {
+        if self.lower.is_none() || info.copied || needs == PerComponent::default() {
             return;
         }
-        let Some(host) = self.take_slots(Side::Host, &needs) else {
+        let alone = PerComponent([pages, 0, 0]);
+        let host = self.take_slots(Side::Host, &needs).or_else(|| {
+            // Pages are worth their place without window and state, too: others may stand behind them.
+            (pages > 0 && alone != needs).then(|| self.take_slots(Side::Host, &alone)).flatten()
+        });
+        let Some(host) = host else {
             return self.no_host_room(&needs);
         };
-        let device = self.tree.device_slots(Component::Full, node).map(<[u32]>::to_vec).unwrap_or_default();
+        let mut copies = Vec::with_capacity(pages + 1);
+        for &component in self.tree.components() {
+            let device = self.tree.device_slots(component, node).unwrap_or_default();
+            let pairs = device.iter().zip(&host[component]);
+            copies.extend(pairs.map(|(&device, &host)| PageCopy { component, device, host }));
+        }
         let begun = self.tree.begin_backup(node, host.clone());
         let Some(ticket) = self.sound(begun) else {
             return self.give_back_all(Side::Host, host);
         };
         let id = self.new_id();
         self.writes.backups.insert(id, Copying { ticket, pages });
-        let [host, ..] = host.0;
         if let Some(lower) = &self.lower {
-            lower.back_up(BackupJob { id, device, host, session });
+            lower.back_up(BackupJob { id, copies, session });
         }
     }
 
@@ -51,14 +62,20 @@ impl CacheManager {
             self.carry_out(actions);
         }
         if ok {
-            self.count_host_backup(pages, took);
-            self.want(node, start, job.session, false);
+            if pages > 0 {
+                self.count_host_backup(pages, took);
+            }
+            self.want(node, start, job.session.clone(), false);
+            if self.tree.components().len() > 1 {
+                // A window or a state may have come to it while it was copied.
+                self.back_up_nodes(vec![node], 0, job.session.as_ref());
+            }
         }
     }
 
     pub(super) fn count_host_backup(&self, pages: usize, took: Duration) {
         let tokens = pages * self.page_size;
-        let bytes = pages * self.pool.spec().page_bytes();
+        let bytes = pages * self.memory.page_bytes();
         self.count(|counters| &counters.host_backup_tokens, tokens);
         self.count(|counters| &counters.host_backup_bytes, bytes);
         self.listener.backed_up(tokens as u64, bytes as u64, took);
@@ -166,7 +183,7 @@ impl CacheManager {
         let all = self.writes.bits();
         for node in nodes {
             let Ok(info) = self.tree.info(node) else { continue };
-            if info.start >= from && (all == 0 || info.stored & all != all) {
+            if info.start >= from && (all == 0 || info.stored_all & all != all) {
                 self.back_up(node, session.cloned());
             }
         }
@@ -189,8 +206,14 @@ impl CacheManager {
             next = [next, due].into_iter().flatten().min();
             while self.writes.running(self.writes.views[at].bit) < most {
                 let Some((job, tickets)) = self.next_store_job(at) else { break };
-                shared.host.retain(&job.pages);
-                self.writes.held.insert(job.id, Held { bit: job.bit, pages: job.pages.clone(), tickets });
+                let mut pages = Slots::default();
+                for part in &job.parts {
+                    pages[part.component].extend_from_slice(&part.pages);
+                }
+                for (component, host) in shared.hosts() {
+                    host.retain(&pages[component]);
+                }
+                self.writes.held.insert(job.id, Held { bit: job.bit, pages, tickets });
                 if let Some(lower) = &self.lower {
                     lower.write(WriteJob::Store(job));
                 }
@@ -222,22 +245,25 @@ impl CacheManager {
             self.writes.views[at].queue.pop();
         }
         let path = self.tree.key_path(*nodes.last()?);
-        let position = self.tree.start(*nodes.first()?);
-        let (path, position) = (self.sound(path)?, self.sound(position)? as usize);
-        let mut host = Vec::with_capacity(pages);
+        let path = self.sound(path)?;
         let mut tickets = Vec::with_capacity(nodes.len());
+        let mut parts = Vec::new();
         for node in nodes {
+            let (start, end) = (self.tree.start(node).unwrap_or(0) as usize, self.tree.end(node).unwrap_or(0) as usize);
             let begun = self.tree.begin_store(node, bit, Source::Host);
-            let Some((ticket, slots)) = self.sound(begun).flatten() else { break };
-            host.extend_from_slice(&slots[Component::Full]);
+            // What came to a node after all else is stored by itself; a node of which the store has all by now has nothing.
+            let Some((ticket, slots)) = self.sound(begun).flatten() else { continue };
             tickets.push(ticket);
+            for (component, pages) in Component::ALL.into_iter().zip(slots.0) {
+                let position = if component == Component::State { end.saturating_sub(1) } else { start };
+                add_part(&mut parts, component, position, pages);
+            }
         }
-        if host.len() < pages {
-            // Never so: they were looked at a moment ago. What was begun is ended again.
-            tracing::error!(pages, held = host.len(), "nodes that wait for storage cannot be written");
-            self.end_stores(tickets, false);
+        if tickets.is_empty() {
             return None;
         }
+        // Pages of all tokens come last: who finds them finds what stands beside them.
+        parts.sort_by_key(|part: &StorePart| std::cmp::Reverse(part.component));
         let view = &self.writes.views[at];
         let (target, emptied) = (Arc::clone(&view.attached), view.emptied);
         let job = StoreJob {
@@ -246,8 +272,7 @@ impl CacheManager {
             bit,
             emptied,
             path,
-            position,
-            pages: host,
+            parts,
             session: first.session.as_deref().unwrap_or_default().to_owned(),
             attempt: first.attempt,
         };
@@ -277,14 +302,16 @@ impl CacheManager {
 
     /// A write to storage has ended.
     pub(super) fn stored(&mut self, report: StoreReport) {
-        let StoreReport { job, stored, unstored, retry } = report;
+        let StoreReport { job, stored, unstored, lacking, retry } = report;
         let Some(held) = self.writes.held.remove(&job.id) else { return };
-        self.release_host(&held.pages);
+        if let Some(lower) = &self.lower {
+            lower.shared.release_host(held.pages);
+        }
         self.writes.pages_stored += stored as u64;
         let view = self.writes.view_of(&job.target);
         let emptied = view.is_some_and(|at| self.writes.views[at].emptied != job.emptied)
             || job.target.times_emptied() != job.emptied;
-        let whole = unstored == 0;
+        let whole = !lacking;
         let nodes: Vec<(NodeId, u32)> = held.tickets.iter().map(|ticket| (ticket.node(), ticket.start())).collect();
         self.end_stores(held.tickets, whole && view.is_some() && !emptied);
         match (view, nodes.last().copied()) {
@@ -292,7 +319,13 @@ impl CacheManager {
             (None, _) => {}
             // What was written may have been in the store when that was emptied, or may be in it now.
             (Some(_), Some((tail, _))) if emptied => self.want(tail, nodes[0].1, None, false),
-            (Some(_), Some((tail, _))) if whole => self.join(tail),
+            (Some(_), Some((tail, _))) if whole => {
+                self.join(tail);
+                if self.tree.components().len() > 1 {
+                    // A window or a state may have come to them while they were written.
+                    nodes.into_iter().for_each(|(node, start)| self.want(node, start, None, false));
+                }
+            }
             (Some(_), _) if whole || emptied => {}
             (Some(at), _) => {
                 self.writes.views[at].last_failure = Some(Instant::now());
@@ -391,5 +424,17 @@ impl CacheManager {
             }
             None => Instant::now() < deadline,
         }
+    }
+}
+
+/// Adds host pages of a component to those that are stored together: to the part before where they follow it.
+fn add_part(parts: &mut Vec<StorePart>, component: Component, position: usize, pages: Vec<u32>) {
+    if pages.is_empty() {
+        return;
+    }
+    let before = parts.iter_mut().rev().find(|part| part.component == component);
+    match before.filter(|part| part.position + part.pages.len() == position) {
+        Some(part) => part.pages.extend(pages),
+        None => parts.push(StorePart { component, position, pages }),
     }
 }

@@ -8,6 +8,8 @@ enum Owner {
     /// A request's, or whoever called `alloc_pages`.
     Caller,
     Tree,
+    /// Nobody's who asks here: another's from the start.
+    Elsewhere,
 }
 
 /// Pages of the device pool, each free, a caller's or the tree's.
@@ -21,7 +23,15 @@ pub(crate) struct DevicePages {
 impl DevicePages {
     /// All of `pages` pages free.
     pub fn new(pages: u32) -> Self {
-        DevicePages { owners: vec![Owner::Free; pages as usize], free: (0..pages).rev().collect(), callers: 0 }
+        Self::after(0, pages)
+    }
+
+    /// The pages from `first` to `pages`; those before it are somebody else's.
+    pub fn after(first: u32, pages: u32) -> Self {
+        let first = first.min(pages);
+        let mut owners = vec![Owner::Elsewhere; first as usize];
+        owners.resize(pages as usize, Owner::Free);
+        DevicePages { owners, free: (first..pages).rev().collect(), callers: 0 }
     }
 
     /// Pages in the pool.
@@ -81,7 +91,8 @@ impl DevicePages {
 
     /// Checks that the tree's pages are exactly `tree`, each once, and the free list is right.
     pub fn check(&self, tree: impl Iterator<Item = u32>) -> Result<(), String> {
-        let mut expected = vec![Owner::Caller; self.owners.len()];
+        let elsewhere = |owner: &Owner| if *owner == Owner::Elsewhere { Owner::Elsewhere } else { Owner::Caller };
+        let mut expected: Vec<Owner> = self.owners.iter().map(elsewhere).collect();
         for (page, owner) in
             self.free.iter().map(|&page| (page, Owner::Free)).chain(tree.map(|page| (page, Owner::Tree)))
         {
@@ -130,6 +141,18 @@ mod tests {
         pages.check([taken[0]].into_iter()).unwrap();
         assert!(pages.check([].into_iter()).is_err(), "a lost page is found");
         assert!(pages.check([taken[0], taken[0]].into_iter()).is_err());
+    }
+
+    #[test]
+    fn pages_of_somebody_else_are_never_given_out() {
+        let mut pages = DevicePages::after(2, 4);
+        assert_eq!(pages.free_count(), 2);
+        let mut taken = pages.alloc(2).unwrap();
+        taken.sort_unstable();
+        assert_eq!(taken, [2, 3]);
+        assert!(pages.alloc(1).is_none() && pages.free_callers(0).is_err() && pages.give_to_tree(1).is_err());
+        pages.check([].into_iter()).unwrap();
+        assert!(pages.check([1].into_iter()).is_err());
     }
 
     #[test]

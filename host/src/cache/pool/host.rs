@@ -1,4 +1,5 @@
-//! The host pool: one memfd, mapped once and for ever, holding the K plane, the V plane and the seals.
+//! The host pool of a component: one memfd, mapped once and for ever, holding for each of its named pools the planes (K and V, or what else
+//! pages consist of) and the seals. A page is a page of each of them, under one number.
 //!
 //! A page's bytes may be touched by whoever holds the page in [`SharedPages`]: the copy worker fills
 //! a fresh page that only its operation and the not-yet-valid tree node hold; afterwards the page
@@ -9,17 +10,22 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use kvdock_kernels::{HostPage, KvDtype, KvPool, KvSpec};
+use kvdock_kernels::{HostPage, KvDtype};
 use kvdock_plugin_api::Dtype;
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use sha2::{Digest, Sha256};
 
+use super::memory::{DeviceMemory, HostShape, NamedPlanes};
 use super::pages::SharedPages;
 use crate::cache::layout::{HostLayout, PlaneShape, PlaneStrides};
 use crate::cache::seal::{SealFault, SealFormat};
 use crate::cache::types::CacheError;
-use crate::plugin::backend::{HostPoolComponent, HostPoolDescription, HostPoolSegment, PageKey};
+use crate::plugin::backend::{HostPoolComponent, HostPoolDescription, HostPoolSegment, PageKey, PoolGroup};
+
+/// Name of the pool whose page numbers identify a page.
+const ANCHOR_NAME: &str = "kv";
 
 /// Alignment of the planes, and of every piece of a page where the page's size allows it.
 const BLOCK: u64 = 4096;
@@ -28,10 +34,12 @@ const BLOCK: u64 = 4096;
 pub(crate) struct HostPool {
     base: *mut u8,
     fd: ManuallyDrop<OwnedFd>,
-    planes: [Plane; 2],
-    description: HostPoolDescription,
-    seal_area: HostPoolSegment,
-    seal: SealFormat,
+    bytes: u64,
+    planes: Vec<Plane>,
+    /// What backends have to know of each named pool, in order.
+    descriptions: Vec<HostPoolDescription>,
+    /// The seals of those that have bytes.
+    seals: Vec<Seals>,
     /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
     sealed: Vec<AtomicBool>,
     /// Held while a page is sealed, each for its share of the pages: several backends may be about to store one page.
@@ -41,9 +49,19 @@ pub(crate) struct HostPool {
     prefault: Option<JoinHandle<()>>,
 }
 
+/// Where the seals of a named pool lie, and what they look like.
+#[derive(Debug)]
+struct Seals {
+    /// Which description it belongs to.
+    pool: usize,
+    area: HostPoolSegment,
+    format: SealFormat,
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Plane {
     offset: u64,
+    shape: PlaneShape,
     strides: PlaneStrides,
 }
 
@@ -55,7 +73,7 @@ unsafe impl Sync for HostPool {}
 
 impl std::fmt::Debug for HostPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HostPool").field("description", &self.description).finish_non_exhaustive()
+        f.debug_struct("HostPool").field("descriptions", &self.descriptions).finish_non_exhaustive()
     }
 }
 
@@ -71,46 +89,75 @@ fn dtype_of(dtype: KvDtype) -> Dtype {
     }
 }
 
-/// The mapping's plan: planes, segments, components, seals, total bytes.
+/// The mapping's plan: planes and pools, total bytes.
+#[derive(Default)]
 struct Plan {
-    planes: [Plane; 2],
-    segments: Vec<HostPoolSegment>,
-    components: Vec<HostPoolComponent>,
-    seal_area: HostPoolSegment,
+    planes: Vec<Plane>,
+    pools: Vec<PooledPlan>,
     bytes: u64,
 }
 
-fn plan(spec: &KvSpec, pages: u32, layout: HostLayout, seal_len: u64) -> Option<Plan> {
-    let mut segments = Vec::new();
-    let mut components = Vec::new();
-    let mut planes = Vec::new();
-    let mut at = 0u64;
-    for (component, head_dim) in [(0, spec.head_dim_k), (1, spec.head_dim_v)] {
-        let shape = PlaneShape {
-            layers: spec.layers as u64,
-            heads: spec.kv_heads as u64,
-            head_bytes: (head_dim as u64).checked_mul(spec.dtype.bytes() as u64)?,
-            page_tokens: spec.page_tokens as u64,
-            pages: pages.into(),
-        };
-        let bytes = shape.bytes()?;
-        components.extend(shape.components(layout, component, segments.len() as u32));
-        segments.extend(
-            shape
-                .segments(layout)
-                .into_iter()
-                .map(|segment| HostPoolSegment { offset: segment.offset + at, ..segment }),
-        );
-        planes.push(Plane { offset: at, strides: shape.strides(layout) });
-        at = round_up(at.checked_add(bytes)?, BLOCK)?;
+/// The plan of one named pool; nothing of all that for a logical one.
+#[derive(Default)]
+struct PooledPlan {
+    segments: Vec<HostPoolSegment>,
+    components: Vec<HostPoolComponent>,
+    seals: Option<(HostPoolSegment, SealFormat)>,
+}
+
+impl Plan {
+    fn new(host: &HostShape, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Option<Self> {
+        let mut plan = Plan::default();
+        for pool in &host.pools {
+            let pool = plan.add(pool, pages, layout, identity)?;
+            plan.pools.push(pool);
+        }
+        Some(plan)
     }
-    // Seals are whole blocks where everything else of a page is, so that direct I/O stays possible.
-    let aligned = segments.iter().all(|s| s.len % BLOCK == 0 && s.stride % BLOCK == 0);
-    let seal_len = round_up(seal_len, if aligned { BLOCK } else { 64 })?;
-    let seal_area = HostPoolSegment { offset: at, stride: seal_len, len: seal_len };
-    segments.push(seal_area);
-    let bytes = at.checked_add(seal_len.checked_mul(pages.into())?)?;
-    Some(Plan { planes: planes.try_into().ok()?, segments, components, seal_area, bytes: round_up(bytes, BLOCK)? })
+
+    fn add(&mut self, pool: &NamedPlanes, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Option<PooledPlan> {
+        let mut planned = PooledPlan::default();
+        if pool.planes.is_empty() {
+            return Some(planned);
+        }
+        let mut at = self.bytes;
+        for plane in &pool.planes {
+            let shape = PlaneShape { pages: pages.into(), ..plane.shape };
+            let bytes = shape.bytes()?;
+            for component in shape.components(layout, plane.kind, planned.segments.len() as u32) {
+                let layer = match &plane.layers {
+                    Some(layers) => *layers.get(component.layer as usize)?,
+                    None => component.layer,
+                };
+                planned.components.push(HostPoolComponent { layer, ..component });
+            }
+            let segments = shape.segments(layout).into_iter();
+            planned.segments.extend(segments.map(|part| HostPoolSegment { offset: part.offset + at, ..part }));
+            self.planes.push(Plane { offset: at, shape, strides: shape.strides(layout) });
+            at = round_up(at.checked_add(bytes)?, BLOCK)?;
+        }
+        let format = SealFormat::new(seal_identity(identity, pool.name), planned.components.len());
+        // Seals are whole blocks where everything else of a page is, so that direct I/O stays possible.
+        let aligned = planned.segments.iter().all(|s| s.len % BLOCK == 0 && s.stride % BLOCK == 0);
+        let len = round_up(format.len() as u64, if aligned { BLOCK } else { 64 })?;
+        let area = HostPoolSegment { offset: at, stride: len, len };
+        planned.segments.push(area);
+        planned.seals = Some((area, format));
+        self.bytes = round_up(at.checked_add(len.checked_mul(pages.into())?)?, BLOCK)?;
+        Some(planned)
+    }
+
+    fn segments(&self) -> impl Iterator<Item = &HostPoolSegment> {
+        self.pools.iter().flat_map(|pool| &pool.segments)
+    }
+}
+
+/// What binds a seal to its pool: a page of another pool under the same key is another page.
+fn seal_identity(identity: [u8; 32], pool: &str) -> [u8; 32] {
+    if pool == ANCHOR_NAME {
+        return identity;
+    }
+    Sha256::new().chain_update(identity).chain_update(pool.as_bytes()).finalize().into()
 }
 
 /// Bytes of the pool that get memory right after the start.
@@ -119,11 +166,10 @@ const PREFAULT_BYTES: u64 = 128 << 20;
 /// Gives the first pages their memory in the background: the first prefix that comes from storage after a start would otherwise pay
 /// for it, page fault by page fault. Without a thread the pages get their memory when they are used.
 fn prefault(base: usize, plan: &Plan) -> Option<JoinHandle<()>> {
-    let page_bytes: u64 = plan.segments.iter().map(|s| s.len).sum();
+    let page_bytes: u64 = plan.segments().map(|s| s.len).sum();
     let pages = PREFAULT_BYTES / page_bytes.max(1);
     let ranges: Vec<(u64, u64)> = plan
-        .segments
-        .iter()
+        .segments()
         .map(|s| {
             let start = s.offset / BLOCK * BLOCK;
             let end = (s.offset + s.stride.saturating_mul(pages).max(s.len)).min(plan.bytes).next_multiple_of(BLOCK);
@@ -142,14 +188,20 @@ fn prefault(base: usize, plan: &Plan) -> Option<JoinHandle<()>> {
 }
 
 impl HostPool {
-    /// A pool of `pages` pages with the geometry of `spec`, not yet backed by memory.
-    pub fn new(spec: &KvSpec, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Result<Self, CacheError> {
-        let seal = SealFormat::new(identity, spec.layers);
+    /// A pool of `pages` pages of this shape, not yet backed by memory. Backends know its pools as parts of `group`.
+    pub fn new(
+        shape: &HostShape,
+        group: PoolGroup,
+        pages: u32,
+        layout: HostLayout,
+        identity: [u8; 32],
+    ) -> Result<Self, CacheError> {
         let too_large = |message: &str| CacheError::HostMemory {
-            bytes: (spec.page_bytes() as u64).saturating_mul(pages.into()),
+            bytes: shape.page_bytes().saturating_mul(pages.into()),
             message: message.to_owned(),
         };
-        let plan = plan(spec, pages, layout, seal.len() as u64)
+        let plan = Plan::new(shape, pages, layout, identity)
+            .map(|plan| Plan { bytes: plan.bytes.max(BLOCK), ..plan })
             .filter(|plan| plan.bytes <= isize::MAX as u64)
             .ok_or_else(|| too_large("the size is beyond what this machine can address"))?;
         let failed =
@@ -174,27 +226,35 @@ impl HostPool {
         // SAFETY: the range is the mapping just made. Only advice: where huge pages are off, nothing is lost.
         let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
         let prefault = prefault(base as usize, &plan);
-        let description = HostPoolDescription {
-            name: "kv".to_owned(),
-            layout: layout.as_str().to_owned(),
-            dtype: dtype_of(spec.dtype),
-            pages,
-            page_tokens: spec.page_tokens as u32,
-            layers: spec.layers as u32,
-            base: base as usize,
-            bytes: plan.bytes,
-            pinned: false,
-            fd: fd.as_raw_fd(),
-            segments: plan.segments,
-            components: plan.components,
-        };
+        let mut descriptions = Vec::with_capacity(plan.pools.len());
+        let mut seals = Vec::new();
+        for (pool, (named, planned)) in shape.pools.iter().zip(plan.pools).enumerate() {
+            descriptions.push(HostPoolDescription {
+                name: named.name.to_owned(),
+                group,
+                hit: named.hit,
+                logical: planned.seals.is_none(),
+                layout: layout.as_str().to_owned(),
+                dtype: dtype_of(shape.dtype),
+                pages,
+                page_tokens: shape.page_tokens as u32,
+                layers: if planned.seals.is_some() { shape.layers as u32 } else { 0 },
+                base: base as usize,
+                bytes: plan.bytes,
+                pinned: false,
+                fd: fd.as_raw_fd(),
+                segments: planned.segments,
+                components: planned.components,
+            });
+            seals.extend(planned.seals.map(|(area, format)| Seals { pool, area, format }));
+        }
         Ok(HostPool {
             base: base.cast(),
             fd: ManuallyDrop::new(fd),
+            bytes: plan.bytes,
             planes: plan.planes,
-            description,
-            seal_area: plan.seal_area,
-            seal,
+            descriptions,
+            seals,
             sealed: (0..pages).map(|_| AtomicBool::new(false)).collect(),
             sealing: Default::default(),
             pages: Mutex::new(SharedPages::new(pages)),
@@ -204,22 +264,22 @@ impl HostPool {
 
     /// Lets a device that has a use for it read and write the pool by itself. Where that can't be, pages go by way of the device's own pinned
     /// memory.
-    pub fn pin_for(&mut self, device: &dyn KvPool) {
+    pub fn pin_for(&mut self, device: &DeviceMemory) {
         // SAFETY: the mapping just made is never unmapped.
-        match unsafe { device.pin_host(self.base, self.description.bytes as usize) } {
-            Ok(pinned) => self.description.pinned = pinned,
+        match unsafe { device.pin_host(self.base, self.bytes as usize) } {
+            Ok(pinned) => self.descriptions.iter_mut().for_each(|description| description.pinned = pinned),
             Err(error) => tracing::warn!(%error, "host pages are not pinned, and copied in two steps"),
         }
     }
 
-    /// What a backend has to know to register the pool.
-    pub fn description(&self) -> &HostPoolDescription {
-        &self.description
+    /// What a backend has to know to register the pools, in order.
+    pub fn descriptions(&self) -> &[HostPoolDescription] {
+        &self.descriptions
     }
 
-    /// Payload bytes of a page with its seal.
+    /// Payload bytes of a page in all pools, with the seals.
     pub fn page_bytes(&self) -> u64 {
-        self.description.segments.iter().map(|s| s.len).sum()
+        self.descriptions.iter().flat_map(|pool| &pool.segments).map(|s| s.len).sum()
     }
 
     /// Pages in the pool.
@@ -269,12 +329,12 @@ impl HostPool {
         look(&self.pages.lock())
     }
 
-    /// Pointers and strides of a page. None outside the pool.
-    pub fn page(&self, page: u32) -> Option<HostPage> {
+    /// Pointers and strides of a page in a plane of keys and the plane of values after it. None outside the pool.
+    pub fn heads(&self, plane: usize, page: u32) -> Option<HostPage> {
         if page as usize >= self.capacity() {
             return None;
         }
-        let [k, v] = &self.planes;
+        let (k, v) = (self.planes.get(plane)?, self.planes.get(plane + 1)?);
         let start = |plane: &Plane| {
             let offset = plane.offset + u64::from(page) * plane.strides.page;
             self.base.wrapping_add(offset as usize)
@@ -291,6 +351,17 @@ impl HostPool {
         })
     }
 
+    /// Start and length of a layer of a page in a plane whose layers are one piece each. None outside the pool.
+    pub fn bytes(&self, plane: usize, layer: usize, page: u32) -> Option<(*mut u8, usize)> {
+        let plane = self.planes.get(plane).filter(|_| (page as usize) < self.capacity())?;
+        let PlaneShape { layers, heads, page_tokens, head_bytes, .. } = plane.shape;
+        if layer as u64 >= layers || heads != 1 || page_tokens != 1 {
+            return None;
+        }
+        let offset = plane.offset + u64::from(page) * plane.strides.page + layer as u64 * plane.strides.layer;
+        Some((self.base.wrapping_add(offset as usize), head_bytes as usize))
+    }
+
     /// Writes the seal of a page under `key`, if it does not stand yet.
     ///
     /// # Safety
@@ -304,11 +375,14 @@ impl HostPool {
         if self.is_sealed(page) {
             return;
         }
-        // SAFETY: the seal of a page is written by its holders alone, of which the caller is one and the lock lets one do so; those who
-        // have found it sealed read it afterwards. It lies in the mapping.
-        let seal = unsafe { std::slice::from_raw_parts_mut(self.seal_pointer(page), self.seal_area.len as usize) };
-        // SAFETY: the caller holds the page and its content is complete.
-        self.seal.write(seal, key, unsafe { self.checksums(page) });
+        for seals in &self.seals {
+            // SAFETY: the seal of a page is written by its holders alone, of which the caller is one and the lock lets one do so; those who
+            // have found it sealed read it afterwards. It lies in the mapping.
+            let seal =
+                unsafe { std::slice::from_raw_parts_mut(self.seal_pointer(seals, page), seals.area.len as usize) };
+            // SAFETY: the caller holds the page and its content is complete.
+            seals.format.write(seal, key, unsafe { self.checksums(seals.pool, page) });
+        }
         self.set_sealed(page, true);
     }
 
@@ -321,27 +395,30 @@ impl HostPool {
         if page as usize >= self.capacity() {
             return Err(SealFault::Damaged);
         }
-        // SAFETY: the seal lies in the mapping, and by the caller's promise nobody writes it.
-        let seal = unsafe { std::slice::from_raw_parts(self.seal_pointer(page), self.seal_area.len as usize) };
-        // SAFETY: the caller holds the page alone.
-        self.seal.verify(seal, key, unsafe { self.checksums(page) })?;
+        for seals in &self.seals {
+            // SAFETY: the seal lies in the mapping, and by the caller's promise nobody writes it.
+            let seal = unsafe { std::slice::from_raw_parts(self.seal_pointer(seals, page), seals.area.len as usize) };
+            // SAFETY: the caller holds the page alone.
+            seals.format.verify(seal, key, unsafe { self.checksums(seals.pool, page) })?;
+        }
         self.set_sealed(page, true);
         Ok(())
     }
 
-    fn seal_pointer(&self, page: u32) -> *mut u8 {
-        let offset = self.seal_area.offset + u64::from(page) * self.seal_area.stride;
+    fn seal_pointer(&self, seals: &Seals, page: u32) -> *mut u8 {
+        let offset = seals.area.offset + u64::from(page) * seals.area.stride;
         self.base.wrapping_add(offset as usize)
     }
 
-    /// CRC-32C of each component, computed as it is asked for.
+    /// CRC-32C of each component of a named pool, computed as it is asked for.
     ///
     /// # Safety
     ///
     /// `page` is in the pool, and nobody writes it while the iterator lives.
-    unsafe fn checksums(&self, page: u32) -> impl Iterator<Item = u32> {
-        self.description.components.iter().map(move |component| {
-            let segment = self.description.segments[component.segment as usize];
+    unsafe fn checksums(&self, pool: usize, page: u32) -> impl Iterator<Item = u32> {
+        let description = &self.descriptions[pool];
+        description.components.iter().map(move |component| {
+            let segment = description.segments[component.segment as usize];
             let start = segment.offset + u64::from(page) * segment.stride + component.offset;
             (0..component.run_count).fold(0, |checksum, run| {
                 let at = start + run * component.run_stride;
@@ -375,7 +452,7 @@ impl Drop for HostPool {
         // Mapping and descriptor stay: a backend that never returned from a call or from `close`
         // may still use them. The memory behind them is given back; whoever reads it sees zeros.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let freed = rustix::fs::fallocate(&*self.fd, flags, 0, self.description.bytes);
+        let freed = rustix::fs::fallocate(&*self.fd, flags, 0, self.bytes);
         if let Err(error) = freed {
             tracing::error!(%error, "the memory of the host pool could not be given back");
         }
@@ -384,6 +461,8 @@ impl Drop for HostPool {
 
 #[cfg(test)]
 mod tests {
+    use kvdock_kernels::KvSpec;
+
     use super::*;
 
     const SPEC: KvSpec =
@@ -394,7 +473,7 @@ mod tests {
 
     /// Writes a byte pattern into a page through the description's segments, as a backend would.
     fn fill(pool: &HostPool, page: u32, salt: u8) {
-        let description = pool.description();
+        let description = &pool.descriptions()[0];
         let payload = description.segments.len() - 1;
         for (index, segment) in description.segments[..payload].iter().enumerate() {
             let start = segment.offset + u64::from(page) * segment.stride;
@@ -409,14 +488,14 @@ mod tests {
     #[test]
     fn every_payload_byte_is_under_the_seal_in_every_layout() {
         for layout in LAYOUTS {
-            let pool = HostPool::new(&SPEC, 3, layout, [9; 32]).unwrap();
+            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 3, layout, [9; 32]).unwrap();
             let pages = pool.alloc(3).unwrap();
             for &page in &pages {
                 fill(&pool, page, page as u8);
                 // SAFETY: the test holds the page.
                 unsafe { pool.seal(page, &[page as u8; 32]) };
             }
-            let description = pool.description().clone();
+            let description = pool.descriptions()[0].clone();
             for &page in &pages {
                 let key = [page as u8; 32];
                 // SAFETY: the test holds the page.
@@ -444,10 +523,10 @@ mod tests {
     #[test]
     fn segments_of_pages_do_not_overlap() {
         for layout in LAYOUTS {
-            let pool = HostPool::new(&SPEC, 4, layout, [0; 32]).unwrap();
-            let mut taken = vec![false; pool.description().bytes as usize];
+            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 4, layout, [0; 32]).unwrap();
+            let mut taken = vec![false; pool.descriptions()[0].bytes as usize];
             for page in 0..4 {
-                for segment in &pool.description().segments {
+                for segment in &pool.descriptions()[0].segments {
                     let start = (segment.offset + page * segment.stride) as usize;
                     for seen in &mut taken[start..start + segment.len as usize] {
                         assert!(!*seen, "{layout:?}");
@@ -460,7 +539,8 @@ mod tests {
 
     #[test]
     fn a_page_taken_anew_has_no_seal() {
-        let pool = HostPool::new(&SPEC, 1, HostLayout::PageFirst, [0; 32]).unwrap();
+        let pool =
+            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 1, HostLayout::PageFirst, [0; 32]).unwrap();
         let page = pool.alloc(1).unwrap()[0];
         fill(&pool, page, 1);
         // SAFETY: the test holds the page.
@@ -478,16 +558,20 @@ mod tests {
     fn seals_are_whole_blocks_where_pages_are() {
         let spec = KvSpec { head_dim_k: 64, head_dim_v: 64, layers: 2, kv_heads: 2, ..SPEC };
         let spec = KvSpec { page_tokens: 16, ..spec };
-        let pool = HostPool::new(&spec, 2, HostLayout::PageFirst, [0; 32]).unwrap();
-        assert!(pool.description().segments.iter().all(|s| s.len % 4096 == 0));
-        let small = HostPool::new(&SPEC, 2, HostLayout::PageFirst, [0; 32]).unwrap();
-        assert!(small.description().segments.last().unwrap().len < 4096);
+        let pool =
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 2, HostLayout::PageFirst, [0; 32]).unwrap();
+        assert!(pool.descriptions()[0].segments.iter().all(|s| s.len % 4096 == 0));
+        let small =
+            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 2, HostLayout::PageFirst, [0; 32]).unwrap();
+        assert!(small.descriptions()[0].segments.last().unwrap().len < 4096);
     }
 
     #[test]
     fn a_pool_beyond_the_address_space_is_an_error_not_a_crash() {
         let spec = KvSpec { layers: usize::MAX / 1024, ..SPEC };
-        let error = HostPool::new(&spec, u32::MAX, HostLayout::PageFirst, [0; 32]).unwrap_err();
+        let error =
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, u32::MAX, HostLayout::PageFirst, [0; 32])
+                .unwrap_err();
         assert!(error.to_string().contains("cache.host_tokens"), "{error}");
     }
 }

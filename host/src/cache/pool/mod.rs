@@ -2,7 +2,12 @@
 
 mod device;
 mod host;
+mod memory;
 mod pages;
 
 pub(crate) use device::DevicePages;
 pub(crate) use host::HostPool;
+#[cfg(test)]
+pub(crate) use memory::HostShape;
+pub use memory::{CacheMemory, CacheRoom, DeviceMemory, StateMemory, WindowMemory};
+pub(crate) use pages::PageFault;

@@ -2,6 +2,8 @@
 
 use std::ops::{Index, IndexMut};
 
+use crate::plugin::backend::PoolGroup;
+
 /// Stands in a window table for a page of which the request holds no window slot any more.
 pub const NO_SLOT: u32 = u32::MAX;
 
@@ -26,6 +28,16 @@ impl Component {
             Component::Full => "full",
             Component::Window => "window",
             Component::State => "state",
+        }
+    }
+}
+
+impl From<Component> for PoolGroup {
+    fn from(component: Component) -> Self {
+        match component {
+            Component::Full => PoolGroup::Full,
+            Component::Window => PoolGroup::Window,
+            Component::State => PoolGroup::State,
         }
     }
 }

@@ -19,7 +19,7 @@ pub struct HostInsert<'a> {
     pub start: usize,
     /// Keys of the pages given; may be empty.
     pub keys: &'a [PageKey],
-    /// Pages of full attention.
+    /// Pages of full attention, [`NO_SLOT`] where the tree is believed to have them.
     pub full: &'a [u32],
     /// Window pages, [`NO_SLOT`] where there is none; empty if there are none at all.
     pub window: &'a [u32],
@@ -38,7 +38,7 @@ pub struct HostInsert<'a> {
 pub struct HostInserted {
     /// The node at the end, or where the known prefix ends if that is before `start`.
     pub node: NodeId,
-    /// The prefix before the slots was gone: nothing was taken.
+    /// What they stand on was gone, the prefix before them or full pages that were not given: they were not taken.
     pub orphaned: bool,
     /// Slots taken.
     pub taken: usize,
@@ -87,14 +87,25 @@ impl Tree {
                 }
                 at = self.cut(child, used as u32);
                 let part = done - start..done - start + used;
-                spare.0.extend_from_slice(&full[part.clone()]);
+                if self.may_adopt(at, &full[part.clone()]) {
+                    self.cell_mut(Component::Full, at).stored |= stored;
+                    self.put_host(Component::Full, at, Box::from(&full[part.clone()]));
+                    result.taken += used;
+                } else {
+                    spare.0.extend(live(&full[part.clone()]));
+                }
                 self.fill_window(at, window.get(part).unwrap_or_default(), stored, &mut spare.1, &mut result);
                 done += used;
             }
         }
         result.orphaned = done < start;
+        let rest = done.saturating_sub(start);
         if result.orphaned {
-            spare = (full.to_vec(), live(window));
+            spare = (live(full), live(window));
+        } else if full[rest..].contains(&NO_SLOT) {
+            result.orphaned = true;
+            spare.0.extend(live(&full[rest..]));
+            spare.1.extend(live(window.get(rest..).unwrap_or_default()));
         } else if done < pages {
             at = self.add_host_leaves(at, &insert, done, &mut result);
             self.touch_at(at);
@@ -113,6 +124,17 @@ impl Tree {
         result.actions.free_host(Component::Full, spare.0.into());
         result.actions.free_host(Component::Window, spare.1.into());
         Ok(result)
+    }
+
+    /// Whether slots given for a node become its host copy: it has none, what is before it has one, and a window or a state may come with them.
+    fn may_adopt(&self, at: Index, given: &[u32]) -> bool {
+        let node = self.arena.node(at);
+        let before = self.arena.node(node.parent);
+        self.components.len() > 1
+            && node.full.host.is_empty()
+            && !node.full.loading
+            && (before.is_root() || before.full.host_ready())
+            && given.iter().all(|&slot| slot != NO_SLOT)
     }
 
     /// Whether a node could be given host windows.

@@ -28,6 +28,8 @@ pub struct Match {
     pub resident: Boundary,
     /// The deepest place to go on from with what is on device and host. At least as deep as `device`.
     pub best: Boundary,
+    /// Full pages after `best` that are on the host without a gap: what they lack is a window or a state alone.
+    pub held: u32,
     /// Slots that are to be loaded from the host to get from `device` to `best`: only what is not on the device.
     pub load: PerComponent<u32>,
     /// Something up to `best` is on its way to the device and cannot be read yet.
@@ -61,6 +63,7 @@ impl Tree {
             device: start,
             resident: start,
             best: start,
+            held: 0,
             load: PerComponent::default(),
             loading: false,
             window_branch: None,
@@ -71,6 +74,7 @@ impl Tree {
         let mut on_device = true;
         let mut readable = true;
         let mut loading = false;
+        let mut held = true;
         let mut at = root;
         loop {
             let rest = tokens.get(found.full_pages as usize * self.config.page_size..).unwrap_or_default();
@@ -105,8 +109,11 @@ impl Tree {
                 found.device = here;
             }
             if anywhere {
-                found.best = here;
+                (found.best, found.held, held) = (here, 0, true);
                 found.loading = loading;
+            } else {
+                held &= node.full.host_ready();
+                found.held += if held { used } else { 0 };
             }
             at = child;
             if !whole {

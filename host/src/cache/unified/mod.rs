@@ -1,8 +1,7 @@
 //! One radix tree for every kind of model: which slots of which prefix are in which tier.
 //!
 //! A pure core. It decides, and says what is to be done as [`Action`]s; it never touches an allocator, a pool or a store, and knows no
-//! clock but its own counter. [`CacheManager`](super::CacheManager) calls it. It uses full attention alone so far: the pools of windows and
-//! states are not its own yet.
+//! clock but its own counter. [`CacheManager`](super::CacheManager) carries out what it decides.
 //!
 //! # What it holds
 //!
@@ -43,14 +42,14 @@
 //! | --- | --- |
 //! | `begin` | `find`; `full_pages` and `best` say what storage is asked for, `state_branch` and `window_branch` where to leave a checkpoint |
 //! | prefetch delivered | `insert_host` with the keys of its plan |
-//! | `acquire` | `find`, `settle(best)`, `lock`, so that what is to be loaded does not leave for the slots that it takes; `readiness`, `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `device_table`, `touch`, `count_use` |
+//! | `acquire` | `find`, `settle(best)`, `cut_window`, `lock`, so that what is to be loaded does not leave for the slots that it takes; `readiness`, `load_needs`, slots, `begin_load`, copies on a thread of `controller/copy`, `finish_load`; then `device_table`, `touch`, `count_use` |
 //! | `commit` | `insert` from the node of the request's lock, `lock` of the new end, `unlock` of the old one, `merge_growing` |
-//! | decoding past a window | `release_window`, and a commit hands over [`NO_SLOT`] for pages let go |
-//! | `finish`, `abort`, `preempt` | `insert` or not, `unlock`, `merge_up` |
+//! | computing past a window | each commit locks the window before the new end, and lets go of the one before: what lies between may leave |
+//! | `finish`, `abort`, `preempt` | `insert` or not, also of a state alone at the end that is held; `unlock`, `merge_up` |
 //! | `alloc_pages`, slots of a load or a copy | `Room`: the pools, and `evict_device` or `evict_host` step by step for what they lack |
 //! | reasons for misses | `was_evicted`, `is_elsewhere` |
 //! | [`Action::Backup`], host tier | `backup_needs`, host slots, `begin_backup`, copy, `finish_backup`, then the queues of the backends |
-//! | a backend's queue | `begin_store` with its bit and [`Source::Host`], `key_path`, write, `finish_store` |
+//! | a backend's queue | `info.stored`: what a node has on the host and the store lacks; `begin_store` with its bit and [`Source::Host`], `key_path`, write, `finish_store` |
 //! | [`Action::Backup`], linker | `begin_store` with [`Source::Device`], once the step that wrote the pages is over; `finish_store` in the order of completion |
 //! | linker load | `resident` is pinned with [`Parts::FULL`], so that only what is not on the device is loaded; the slots are the request's own until the verdict, and `insert` takes them after it |
 //! | write policy of a backend | `info`: uses, tiers, what is owed to it |

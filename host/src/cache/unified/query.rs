@@ -27,11 +27,15 @@ pub struct NodeInfo {
     pub on_host: bool,
     /// They are on their way there.
     pub backing: bool,
+    /// A copy of any of its components between device and host runs.
+    pub copied: bool,
     /// Stores, as bits, that are to be given the pages whatever their write policy says.
     pub owed: u64,
-    /// Stores, as bits, that have the full pages or need not be given them.
+    /// Stores, as bits, that have all that is on the host, of every component, or need not be given it.
     pub stored: u64,
-    /// Stores, as bits, to which the full pages are being written.
+    /// Stores, as bits, that have all that is on device or host.
+    pub stored_all: u64,
+    /// Stores, as bits, to which something is being written.
     pub writing: u64,
     /// Nothing tells whether the pages are right: they, or pages before them, came from a store whose pages carry no seal.
     pub unproven: bool,
@@ -71,6 +75,17 @@ impl Tree {
 
     pub(super) fn info_at(&self, at: Index) -> NodeInfo {
         let node = self.arena.node(at);
+        let (mut stored, mut stored_all, mut writing) = (node.full.stored, node.full.stored, node.full.writing);
+        for &component in &self.components[1..] {
+            let cell = self.cell(component, at);
+            writing |= cell.writing;
+            if cell.host_ready() {
+                stored &= cell.stored;
+            }
+            if cell.on_device() || cell.host_ready() {
+                stored_all &= cell.stored;
+            }
+        }
         NodeInfo {
             start: node.start,
             pages: node.pages,
@@ -80,9 +95,11 @@ impl Tree {
             loading: node.full.loading,
             on_host: node.full.host_ready(),
             backing: node.full.backing,
+            copied: self.is_copied(at),
             owed: node.owed,
-            stored: node.full.stored,
-            writing: node.full.writing,
+            stored,
+            stored_all,
+            writing,
             unproven: node.unproven,
         }
     }

@@ -26,6 +26,24 @@ impl Tree {
         Ok(self.arena.id(at))
     }
 
+    /// Makes the window before the end of `node` begin with a node of its own, so that who holds or loads it does so with that window and
+    /// not with all of a long node.
+    pub fn cut_window(&mut self, node: NodeId) -> Result<(), TreeError> {
+        let at = self.resolve(node)?;
+        if !self.has(Component::Window) {
+            return Ok(());
+        }
+        let reach = self.arena.node(at).end().saturating_sub(self.window_pages);
+        let first = self.arena.upward(at).find(|&part| self.arena.node(part).start <= reach);
+        if let Some(part) = first {
+            let before = reach - self.arena.node(part).start;
+            if before > 0 && before < self.arena.node(part).pages {
+                self.split_at(part, before);
+            }
+        }
+        Ok(())
+    }
+
     /// Cuts a node after its first `pages` pages, of which there must be more. The node keeps its name, its state and the pages after the
     /// cut; the new node before it gets the rest, and copies of locks and marks, so that whoever holds the one holds both.
     pub(super) fn split_at(&mut self, at: Index, pages: u32) -> Index {

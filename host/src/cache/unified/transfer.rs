@@ -345,7 +345,7 @@ impl Tree {
         Ok(())
     }
 
-    fn is_copied(&self, at: Index) -> bool {
+    pub(super) fn is_copied(&self, at: Index) -> bool {
         self.components.iter().any(|&component| {
             let cell = self.cell(component, at);
             cell.loading || cell.backing

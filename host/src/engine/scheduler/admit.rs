@@ -2,9 +2,11 @@
 
 use std::time::Instant;
 
+use kvdock_models::PageSource;
+
 use super::sequence::{Sequence, Wait};
 use super::{Scheduler, earlier, insert};
-use crate::cache::{Acquire, Grant, Prefetch};
+use crate::cache::{Acquire, Grant, PageTables, Prefetch};
 use crate::engine::request::{AbortKind, FinishReason};
 
 /// Part of a sample's future set aside at first, at least and at most, and how it moves.
@@ -101,6 +103,10 @@ impl Scheduler {
             let prompt = other.tokens.iter().take(other.prompt_len);
             let shared = prompt.zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
             let whole = |tokens: usize| tokens / self.page_size * self.page_size;
+            if self.parts.pool.is_recurrent() && whole(shared) < whole(other.prompt_len.saturating_sub(1)) {
+                // It leaves no state where this sample branches off.
+                return false;
+            }
             whole(shared.min(limit)) >= whole(other.computed) + WORTH_WAITING
         })
     }
@@ -109,14 +115,19 @@ impl Scheduler {
     fn settle(&mut self, mut sequence: Sequence, grant: Grant) -> Attempt {
         sequence.wait = Wait::Prefetch;
         note_hits(&mut sequence, &grant);
-        let Grant { pages, tokens, .. } = grant;
+        let Grant { pages, windows, tokens, state, branch, .. } = grant;
         if !self.has_room(&sequence, pages.len()) {
             let known = sequence.tokens.get(..tokens).unwrap_or_default();
-            self.parts.cache.preempt(sequence.cache_id, known, pages);
+            self.parts.cache.preempt(sequence.cache_id, known, PageTables { pages, windows });
             return Attempt::NoRoom(sequence);
         }
-        sequence.pages = pages;
+        sequence.tables = PageTables { pages, windows };
+        sequence.saved = tokens;
         sequence.computed = tokens;
+        sequence.branch = branch;
+        if let Err(message) = self.take_slot(&mut sequence, state) {
+            return Attempt::Failed(sequence, message);
+        }
         let past_limit = sequence.next_prompt_row().is_some_and(|row| row < tokens);
         if tokens >= sequence.tokens.len() || past_limit {
             let message =
@@ -130,6 +141,21 @@ impl Scheduler {
         Attempt::Admitted(sequence)
     }
 
+    /// Gives a sample a slot of its own, where the model has pools of slots, with the recurrent state behind what it was granted.
+    fn take_slot(&mut self, sequence: &mut Sequence, state: Option<u32>) -> Result<(), String> {
+        let memory = &self.parts.pool;
+        if !memory.has(PageSource::Slot) {
+            return Ok(());
+        }
+        let slot = self.slots.take().ok_or("more samples run than there are slots")?;
+        if memory.is_recurrent() && sequence.computed > 0 {
+            let state = state.ok_or("the cache granted a prefix without the state behind it")?;
+            memory.copy_slot(state, slot.number()).map_err(|error| format!("a state could not be copied: {error}"))?;
+        }
+        sequence.slot = Some(slot);
+        Ok(())
+    }
+
     /// Whether the pool has pages for what this sample and the running ones are expected to
     /// need, beyond what they hold. A sample alone always may try.
     fn has_room(&self, sequence: &Sequence, granted: usize) -> bool {
@@ -137,8 +163,18 @@ impl Scheduler {
             return true;
         }
         let more = |s: &Sequence, held: usize| self.pages_for(s.expected_len(self.reserve)).saturating_sub(held);
-        let promised: usize = self.running.iter().map(|s| more(s, s.pages.len())).sum();
+        let promised: usize = self.running.iter().map(|s| more(s, s.tables.pages.len())).sum();
         more(sequence, granted) + promised <= self.parts.cache.available_pages()
+            && self.has_window_room(more(sequence, granted))
+    }
+
+    /// Whether there are window pages for a sample that is to compute `more` pages, beside one more for each that runs: those that it has passed
+    /// make room for the next.
+    fn has_window_room(&self, more: usize) -> bool {
+        let cache = &self.parts.cache;
+        cache
+            .available_windows()
+            .is_none_or(|available| more.min(cache.window_pages() + 1) + self.running.len() <= available)
     }
 
     /// A step went well: a little less needs to be set aside.

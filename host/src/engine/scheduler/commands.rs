@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::sequence::{Group, Pending, Sequence, Times, Wait};
 use super::{Scheduler, insert};
+use crate::cache::PageTables;
 use crate::engine::handle::{Command, Submission};
 use crate::engine::request::{AbortKind, Event, FinishReason, Usage};
 use crate::engine::text::OutputText;
@@ -87,7 +88,10 @@ impl Scheduler {
             prompt_len,
             max_len,
             computed: 0,
-            pages: Vec::new(),
+            tables: PageTables::default(),
+            slot: None,
+            branch: None,
+            saved: 0,
             wait: Wait::New,
             generated: HashMap::new(),
             prompt_logprobs: Vec::new(),
@@ -148,7 +152,7 @@ impl Scheduler {
 
     fn check_integrity(&mut self) -> Result<(), String> {
         for sequence in &self.running {
-            let (held, needed) = (sequence.pages.len(), self.pages_for(sequence.computed));
+            let (held, needed) = (sequence.tables.pages.len(), self.pages_for(sequence.computed));
             if held < needed {
                 return Err(format!(
                     "request {:?}: {} computed tokens need {needed} pages, it holds {held}",
@@ -157,8 +161,12 @@ impl Scheduler {
             }
         }
         for sequence in self.waiting.iter().chain(&self.followers) {
-            if !sequence.pages.is_empty() {
-                return Err(format!("request {:?} waits and holds {} pages", sequence.group.id, sequence.pages.len()));
+            if !sequence.tables.pages.is_empty() {
+                return Err(format!(
+                    "request {:?} waits and holds {} pages",
+                    sequence.group.id,
+                    sequence.tables.pages.len()
+                ));
             }
         }
         let samples = self.running.len() + self.waiting.len() + self.followers.len();

@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
-use kvdock_kernels::KvPool;
 use kvdock_models::{Logits, Model};
 
 use super::config::EngineConfig;
 use super::handle::{Command, Shared};
+use super::memory::{ModelMemory, Slots};
 use super::request::{AbortKind, FinishReason};
 use super::sampler::{LogprobReader, Sampler};
 use super::text::MakeDecoder;
@@ -42,7 +42,7 @@ pub(super) struct Parts {
     pub wake_pending: Arc<AtomicBool>,
     pub model: Arc<dyn Model>,
     pub decoders: MakeDecoder,
-    pub pool: Arc<dyn KvPool>,
+    pub pool: ModelMemory,
     pub cache: CacheManager,
 }
 
@@ -62,6 +62,10 @@ pub(super) struct Scheduler {
     sampler: Sampler,
     logprobs: LogprobReader,
     logits: Logits,
+    /// Slots of pools that hold something for each sample that runs.
+    slots: Slots,
+    /// The model has pools of windows.
+    windows: bool,
     /// Part of the tokens still to be generated for which pages are set aside at admission. Falls
     /// while all goes well, rises with every preemption.
     reserve: f64,
@@ -75,6 +79,8 @@ pub(super) struct Scheduler {
 
 impl Scheduler {
     pub fn new(parts: Parts) -> Self {
+        let slots = parts.pool.slots(parts.config.max_running_requests);
+        let windows = parts.cache.available_windows().is_some();
         Self {
             page_size: parts.cache.page_size().max(1),
             parts,
@@ -86,6 +92,8 @@ impl Scheduler {
             sampler: Sampler::default(),
             logprobs: LogprobReader::default(),
             logits: Logits::new(),
+            slots,
+            windows,
             reserve: admit::FIRST_RESERVE,
             blocked: false,
             stalled: None,

@@ -7,6 +7,7 @@ use kvdock_models::Want;
 use super::Scheduler;
 use super::sequence::Sequence;
 use super::step::Chunk;
+use crate::cache::PageTables;
 use crate::engine::config::LogitsRow;
 use crate::engine::request::{Event, TokenLogprobs};
 use crate::engine::sampler::Draw;
@@ -71,8 +72,9 @@ impl Scheduler {
 
     /// Puts the whole pages of a sample into the tree, where others find them.
     fn commit(&mut self, sequence: &mut Sequence) {
-        let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
-        if let Err(error) = self.parts.cache.commit(sequence.cache_id, computed, &mut sequence.pages) {
+        let Sequence { cache_id, tokens, computed, tables: PageTables { pages, windows }, .. } = sequence;
+        let computed = tokens.get(..*computed).unwrap_or_default();
+        if let Err(error) = self.parts.cache.commit(*cache_id, computed, pages, windows) {
             sequence.fail(format!("the cache failed: {error}"));
         }
     }

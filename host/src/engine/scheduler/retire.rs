@@ -14,11 +14,11 @@ impl Scheduler {
     pub(super) fn retire(&mut self, mut sequence: Sequence, reason: FinishReason) {
         if sequence.wait != Wait::New {
             let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
-            let pages = std::mem::take(&mut sequence.pages);
+            let tables = std::mem::take(&mut sequence.tables);
             if sequence.broken {
-                self.parts.cache.abort(sequence.cache_id, pages);
+                self.parts.cache.abort(sequence.cache_id, tables);
             } else {
-                self.parts.cache.finish(sequence.cache_id, computed, pages);
+                self.parts.cache.finish(sequence.cache_id, computed, tables);
             }
         }
         self.report_end(sequence, reason);
@@ -86,9 +86,11 @@ impl Scheduler {
     pub(super) fn preempt_last(&mut self) {
         let Some(mut sequence) = self.running.pop() else { return };
         let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
-        let pages = std::mem::take(&mut sequence.pages);
-        self.parts.cache.preempt(sequence.cache_id, computed, pages);
+        let tables = std::mem::take(&mut sequence.tables);
+        self.parts.cache.preempt(sequence.cache_id, computed, tables);
         tracing::debug!(request = %sequence.group.id, tokens = sequence.tokens.len(), "preempted");
+        // What it holds is lost; whole pages are enough to go on from.
+        sequence.slot = None;
         sequence.computed = 0;
         sequence.preemptions += 1;
         self.parts.shared.counters.preempted.fetch_add(1, Ordering::Relaxed);

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::cache::{CacheNamespace, Miss, RequestId, ReuseHints};
+use crate::cache::{CacheNamespace, Miss, PageTables, RequestId, ReuseHints};
+use crate::engine::memory::Slot;
 use crate::engine::request::{AbortKind, Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
 use crate::engine::text::OutputText;
 use crate::engine::{Request, SamplingParams};
@@ -99,8 +100,14 @@ pub(super) struct Sequence {
     pub max_len: usize,
     /// Leading tokens whose KV is in `pages`.
     pub computed: usize,
-    /// Page table from position 0.
-    pub pages: Vec<u32>,
+    /// Its pages.
+    pub tables: PageTables,
+    /// Its own slot while it runs, where the model has pools of slots.
+    pub slot: Option<Slot>,
+    /// Tokens after which a recurrent state is worth saving, as others may branch off there.
+    pub branch: Option<usize>,
+    /// Tokens after which the last recurrent state was saved for others.
+    pub saved: usize,
     pub wait: Wait,
     pub text: OutputText,
     /// Counts of generated tokens, kept only where penalties need them.

@@ -4,10 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvdock_models::{Batch, NoHooks, SeqChunk, Want};
+use kvdock_models::{Batch, NoHooks, PooledBatch, PooledChunk, SeqChunk, StateSave, Want};
+use smallvec::SmallVec;
 
 use super::Scheduler;
 use super::sequence::{Sequence, Wait};
+use crate::engine::memory::{ModelMemory, Slot};
 use crate::engine::request::{AbortKind, FinishReason};
 
 /// Most logits that prompt log-probabilities may ask for in one chunk, so that a large
@@ -19,6 +21,12 @@ const STEPS_BLOCKED: u64 = 32;
 
 /// How long a sample that is alone may wait for pages that copies hold.
 const STALL_LIMIT: Duration = Duration::from_secs(30);
+
+/// Tokens of a prompt between recurrent states that are saved for whoever shares a part of it.
+const STATE_SPACING: usize = 1024;
+
+/// States that a chunk leaves.
+type Saves = SmallVec<[StateSave; 4]>;
 
 /// The part of a sample that a step computes.
 #[derive(Debug, Clone, Copy)]
@@ -84,7 +92,7 @@ impl Scheduler {
         while let Some(sequence) = self.running.get(slot) {
             let decoding = sequence.is_decoding();
             let tokens = if decoding { 1 } else { sequence.uncomputed().min(prefill) };
-            let tokens = self.bounded_by_rows(sequence, tokens);
+            let tokens = self.bounded_by_windows(sequence, self.bounded_by_rows(sequence, tokens));
             if tokens == 0 {
                 slot += 1;
                 continue;
@@ -116,19 +124,32 @@ impl Scheduler {
         tokens.min((PROMPT_LOGITS / vocab).max(1))
     }
 
+    /// Keeps a chunk within the window pages that there are, one page at least.
+    fn bounded_by_windows(&self, sequence: &Sequence, tokens: usize) -> usize {
+        let Some(available) = self.parts.cache.available_windows() else { return tokens };
+        let most = (sequence.tables.windows.len() + available) * self.page_size;
+        tokens.min(most.saturating_sub(sequence.computed).max(1))
+    }
+
     /// Gives the sample in `slot` pages for `end` tokens. Where the pool is full, the youngest
     /// running sample makes room, which may be this one.
     fn provide_pages(&mut self, slot: usize, end: usize) -> Pages {
         let needed = self.pages_for(end);
         loop {
             let Some(sequence) = self.running.get_mut(slot) else { return Pages::Preempted };
-            let missing = needed.saturating_sub(sequence.pages.len());
-            if missing == 0 {
+            let missing = needed.saturating_sub(sequence.tables.pages.len());
+            let windowless = if self.windows { needed.saturating_sub(sequence.tables.windows.len()) } else { 0 };
+            if missing == 0 && windowless == 0 {
                 self.stalled = None;
                 return Pages::Provided;
             }
-            if let Some(mut pages) = self.parts.cache.alloc_pages(missing) {
-                sequence.pages.append(&mut pages);
+            let cache = &mut self.parts.cache;
+            let (table, fresh) = match missing {
+                0 => (&mut sequence.tables.windows, cache.alloc_windows(windowless)),
+                _ => (&mut sequence.tables.pages, cache.alloc_pages(missing)),
+            };
+            if let Some(mut pages) = fresh {
+                table.append(&mut pages);
                 continue;
             }
             if self.running.len() == 1 {
@@ -155,7 +176,7 @@ impl Scheduler {
             let message = format!(
                 "{needed} pages are needed, {} of {} in the device pool are free and none came \
                  free in {} s",
-                self.parts.cache.available_pages() + sequence.pages.len(),
+                self.parts.cache.available_pages() + sequence.tables.pages.len(),
                 self.parts.cache.device_pages(),
                 STALL_LIMIT.as_secs()
             );
@@ -185,22 +206,72 @@ impl Scheduler {
                 self.parts.shared.counters.queue_time.observe(queued.as_secs_f64());
             }
         }
+        let saves: Vec<Saves> = match self.parts.pool.is_recurrent() {
+            true => chunks.iter().map(|chunk| self.saves(chunk)).collect(),
+            false => Vec::new(),
+        };
         let mut seqs = Vec::with_capacity(chunks.len());
-        for chunk in chunks {
+        for (place, chunk) in chunks.iter().enumerate() {
             let sequence = self.running.get(chunk.slot).ok_or("a chunk without its sample")?;
-            seqs.push(SeqChunk {
+            seqs.push(PooledChunk {
                 tokens: sequence.tokens.get(chunk.start..chunk.end).ok_or("a chunk past its end")?,
                 start: u32::try_from(chunk.start).map_err(|_| "a position past u32")?,
-                pages: &sequence.pages,
                 logits: chunk.want,
+                pages: &sequence.tables.pages,
+                window: &sequence.tables.windows,
+                slot: sequence.slot.as_ref().map(Slot::number),
+                save: saves.get(place).map_or(&[], |saves| saves),
             });
         }
         let (model, pool, logits) = (&self.parts.model, &self.parts.pool, &mut self.logits);
-        // What a panic may leave half done is the logits and the pages of these chunks; neither
+        // What a panic may leave half done is the logits and the pages and slots of these chunks; none
         // is used afterwards.
-        catch_unwind(AssertUnwindSafe(|| model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &NoHooks, logits)))
-            .map_err(|panic| format!("the forward pass panicked: {}", panic_text(panic.as_ref())))?
-            .map_err(|error| format!("the forward pass failed: {error}"))
+        catch_unwind(AssertUnwindSafe(|| match pool {
+            ModelMemory::One(pool) => {
+                let seqs: Vec<SeqChunk<'_>> = seqs.iter().map(plain).collect();
+                model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &NoHooks, logits)
+            }
+            ModelMemory::Pools(pools) => model.forward_pools(&PooledBatch { seqs: &seqs }, pools, &NoHooks, logits),
+        }))
+        .map_err(|panic| format!("the forward pass panicked: {}", panic_text(panic.as_ref())))?
+        .map_err(|error| format!("the forward pass failed: {error}"))
+    }
+
+    /// Which recurrent states a chunk leaves on its way, as far as there are slots: where the prompt can be taken up again, where another
+    /// sample could have gone on, now and then in a long prompt; and after its last page, for what goes on from all of it.
+    fn saves(&mut self, chunk: &Chunk) -> Saves {
+        let page_size = self.page_size;
+        let whole = |tokens: usize| tokens / page_size * page_size;
+        let mut saves = Saves::new();
+        let Some(sequence) = self.running.get_mut(chunk.slot) else { return saves };
+        let end = whole(chunk.end);
+        let inside = |point: usize| point > chunk.start && point <= chunk.end;
+        let again = whole(sequence.prompt_len.saturating_sub(1));
+        let spaced = end >= sequence.saved + STATE_SPACING && end < again;
+        let mut points: SmallVec<[usize; 4]> = SmallVec::from_slice(&[again, sequence.branch.unwrap_or(0)]);
+        points.extend(spaced.then_some(end));
+        points.retain(|point| inside(*point));
+        points.sort_unstable();
+        points.dedup();
+        let cache = &mut self.parts.cache;
+        let mut add = |point: usize, slot: u32| {
+            if let Ok(tokens) = u32::try_from(point) {
+                saves.push(StateSave { tokens, slot });
+            }
+        };
+        for &point in &points {
+            if let Some(slot) = cache.reserve_state(sequence.cache_id, point) {
+                sequence.saved = point;
+                add(point, slot);
+            }
+        }
+        if inside(end)
+            && !points.contains(&end)
+            && let Some(slot) = cache.trail_state(sequence.cache_id, end)
+        {
+            add(end, slot);
+        }
+        saves
     }
 
     /// The pass failed: its samples end, and nothing they computed in it is kept.
@@ -210,13 +281,18 @@ impl Scheduler {
         for chunk in chunks.iter().rev() {
             if chunk.slot < self.running.len() {
                 let mut sequence = self.running.remove(chunk.slot);
-                self.parts.cache.abort(sequence.cache_id, std::mem::take(&mut sequence.pages));
+                self.parts.cache.abort(sequence.cache_id, std::mem::take(&mut sequence.tables));
                 let kind = AbortKind::Internal;
                 let message = message.to_owned();
                 self.report_end(sequence, FinishReason::Abort { kind, message });
             }
         }
     }
+}
+
+/// A chunk for a model of one pool.
+fn plain<'a>(chunk: &PooledChunk<'a>) -> SeqChunk<'a> {
+    SeqChunk { tokens: chunk.tokens, start: chunk.start, pages: chunk.pages, logits: chunk.logits }
 }
 
 /// What became of a wish for pages.

@@ -53,6 +53,7 @@ fn zero_settings_are_refused() {
     let cache = CacheManager::new(CacheConfig::default(), pool.clone(), Arc::new(NoEvents), mailbox.waker()).unwrap();
     let config = EngineConfig { prefill_chunk: 0, ..EngineConfig::default() };
     let model = Arc::new(FakeModel::new(64));
-    let error = Engine::start_with(config, model, fake::decoders(), pool, cache, mailbox).err().unwrap();
+    let error =
+        Engine::start_with(config, model, fake::decoders(), ModelMemory::One(pool), cache, mailbox).err().unwrap();
     assert_eq!(error.to_string(), "engine.prefill_chunk is 0; it must be at least 1");
 }

@@ -84,7 +84,9 @@ impl Setup {
         let pool = FakePool::new(PAGE, self.pages);
         let mailbox = Mailbox::new();
         let cache = CacheManager::new(self.cache, pool.clone(), Arc::new(NoEvents), mailbox.waker()).unwrap();
-        let engine = Engine::start_with(config, Arc::new(model), fake::decoders(), pool, cache, mailbox).unwrap();
+        let engine =
+            Engine::start_with(config, Arc::new(model), fake::decoders(), ModelMemory::One(pool), cache, mailbox)
+                .unwrap();
         Rig { handle: engine.handle(), engine, log, logits }
     }
 }

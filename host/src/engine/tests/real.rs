@@ -39,7 +39,7 @@ fn start(chunk: usize, pages: usize, host_pages: u32) -> Rig {
         max_queued_requests: 64,
         logits_tap: Some(capture(&logits)),
     };
-    let parts = EngineParts { model: loaded.model, tokenizer: loaded.tokenizer, pool, cache, mailbox };
+    let parts = EngineParts { model: loaded.model, tokenizer: loaded.tokenizer, pool: pool.into(), cache, mailbox };
     let engine = Engine::start(config, parts).unwrap();
     Rig { handle: engine.handle(), engine, log: Arc::default(), logits }
 }

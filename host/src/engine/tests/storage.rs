@@ -7,8 +7,8 @@ use parking_lot::Condvar;
 use super::*;
 use crate::cache::PrefetchPolicy;
 use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, PageKey, PageStatus, Place,
-    Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, Held, PageKey, PageStatus,
+    Place, PoolGroup, Restorable, StorageBackend,
 };
 
 /// A store that answers no question until its gate is opened, and then that it has nothing.
@@ -47,6 +47,7 @@ impl StorageBackend for Gated {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        _: &Held,
         _: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         let mut open = self.open.lock();
@@ -59,6 +60,7 @@ impl StorageBackend for Gated {
     fn batch_get(
         &self,
         _: &CallOptions,
+        _: PoolGroup,
         _: &[PageKey],
         _: &[u32],
         _: &ChainInfo<'_>,
@@ -71,6 +73,7 @@ impl StorageBackend for Gated {
     fn batch_set(
         &self,
         _: &CallOptions,
+        _: PoolGroup,
         _: &[PageKey],
         _: &[u32],
         _: &ChainInfo<'_>,
@@ -80,7 +83,13 @@ impl StorageBackend for Gated {
         Ok(())
     }
 
-    fn batch_remove(&self, _: &CallOptions, _: &[PageKey], status: &mut [PageStatus]) -> Result<(), BackendError> {
+    fn batch_remove(
+        &self,
+        _: &CallOptions,
+        _: PoolGroup,
+        _: &[PageKey],
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
         status.fill(PageStatus::Ok);
         Ok(())
     }
@@ -97,7 +106,7 @@ impl StorageBackend for Gated {
         Ok(BackendStats::default())
     }
 
-    fn reclaim(&self) -> Vec<u32> {
+    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
         Vec::new()
     }
 

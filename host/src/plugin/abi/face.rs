@@ -39,6 +39,15 @@ pub trait Face: Debug + Send + Sync {
         pool: *const PoolDesc,
         error: *mut ErrorOut,
     ) -> Status;
+    /// Registers pools that travel with the anchor.
+    unsafe fn register_v2_side_pools(
+        &self,
+        instance: RawInstance,
+        context: *const CallContext,
+        pools: *const PoolDesc,
+        count: u64,
+        error: *mut ErrorOut,
+    ) -> Status;
     /// All pools known so far are registered.
     unsafe fn pools_ready(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status;
     /// Which prefixes can be restored.

@@ -44,6 +44,17 @@ impl Face for BackendTable {
         // SAFETY: the caller's promise.
         unsafe { (self.register_mem_pool_host)(instance.0, context, pool, error) }
     }
+    unsafe fn register_v2_side_pools(
+        &self,
+        instance: RawInstance,
+        context: *const CallContext,
+        pools: *const PoolDesc,
+        count: u64,
+        error: *mut ErrorOut,
+    ) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.register_v2_side_pools)(instance.0, context, pools, count, error) }
+    }
     unsafe fn pools_ready(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status {
         // SAFETY: the caller's promise.
         unsafe { (self.pools_ready)(instance.0, context, error) }

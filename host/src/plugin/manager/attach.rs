@@ -68,12 +68,15 @@ impl Shared {
     /// Opens a backend beside what is there and switches it in. When it is refused, nothing has changed. An attach that is called off answers at
     /// once; what the plugin does until then is undone when it returns.
     pub fn bring_in(self: &Arc<Self>, table: BackendTable, mode: &AttachMode, change: &PolicyChange) -> Answer {
-        let pool = self.sink.host_pool().ok_or_else(|| Refused {
-            error: AdminError::new(
-                "there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"",
-            ),
-            member: None,
-        })?;
+        let pools = self.sink.host_pools();
+        if pools.is_empty() {
+            return Err(Refused {
+                error: AdminError::new(
+                    "there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"",
+                ),
+                member: None,
+            });
+        }
         let member =
             self.announce(&table, mode).map_err(|error| Refused { error: AdminError::new(error), member: None })?;
         let request = OpenRequest {
@@ -81,7 +84,7 @@ impl Shared {
             config: table,
             folders: self.folders.clone(),
             identity: self.identity.clone(),
-            pool,
+            pools: pools.into(),
             state: member.state.clone(),
             calls: member.calls.clone(),
         };

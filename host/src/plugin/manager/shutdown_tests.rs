@@ -16,8 +16,8 @@ use super::{PluginManager, lock};
 struct NoCache;
 
 impl BackendSink for NoCache {
-    fn host_pool(&self) -> Option<HostPoolDescription> {
-        None
+    fn host_pools(&self) -> Vec<HostPoolDescription> {
+        Vec::new()
     }
     fn attached(&self, _: Arc<dyn StorageBackend>, _: Place) {}
     fn detached(&self, _: &str) -> bool {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, HostPoolDescription,
-    PageKey, PageStatus, Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held,
+    HostPoolDescription, PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
 };
 
 /// What outlives a backend: the stored pages.
@@ -181,6 +181,7 @@ impl StorageBackend for FakeBackend {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        _: &Held,
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         self.calls.exists.fetch_add(1, Ordering::Relaxed);
@@ -198,6 +199,7 @@ impl StorageBackend for FakeBackend {
     fn batch_get(
         &self,
         options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -230,6 +232,7 @@ impl StorageBackend for FakeBackend {
     fn batch_set(
         &self,
         options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -262,6 +265,7 @@ impl StorageBackend for FakeBackend {
     fn batch_remove(
         &self,
         _options: &CallOptions,
+        _: PoolGroup,
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
@@ -297,7 +301,7 @@ impl StorageBackend for FakeBackend {
         Ok(BackendStats { pages: self.store.lock().len() as u64, ..BackendStats::default() })
     }
 
-    fn reclaim(&self) -> Vec<u32> {
+    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
         let hanging = self.faults.hang_reads.load(Ordering::Acquire) || self.faults.hang_writes.load(Ordering::Acquire);
         if hanging { Vec::new() } else { std::mem::take(&mut *self.late.lock()) }
     }

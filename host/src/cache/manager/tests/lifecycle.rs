@@ -203,12 +203,12 @@ fn calls_that_make_no_sense_are_refused_and_change_nothing() {
     let prompt = tokens(1, 4 * PAGE + 1);
     assert!(matches!(rig.cache.acquire(77, &prompt), Err(CacheError::UnknownRequest(77))));
     let id = rig.request(&prompt, &CacheNamespace::default());
-    assert!(matches!(rig.cache.commit(id, &prompt, &mut []), Err(CacheError::NotGranted(_))));
+    assert!(matches!(rig.cache.commit(id, &prompt, &mut [], &mut []), Err(CacheError::NotGranted(_))));
     rig.acquire(id, &prompt);
     assert!(matches!(rig.cache.acquire(id, &prompt), Err(CacheError::AlreadyGranted(_))));
-    let short = rig.cache.commit(id, &prompt, &mut [0]);
+    let short = rig.cache.commit(id, &prompt, &mut [0], &mut []);
     assert!(matches!(short, Err(CacheError::PageTable { needed: 4, found: 1, .. })), "{short:?}");
-    let foreign = rig.cache.commit(id, &prompt, &mut [3, 4, 5, 6]);
+    let foreign = rig.cache.commit(id, &prompt, &mut [3, 4, 5, 6], &mut []);
     assert!(matches!(foreign, Err(CacheError::ForeignPage { .. })), "{foreign:?}");
     rig.cache.free_pages(&[3, 900]);
     assert_eq!(rig.cache.stats().misuses, 7 - 1);
@@ -222,7 +222,7 @@ fn calls_that_make_no_sense_are_refused_and_change_nothing() {
 #[test]
 fn a_cache_without_host_tier_works_on_the_device_alone() {
     let mut rig = Rig::new(16, config(0));
-    assert!(rig.cache.storage().host_pool().is_none());
+    assert!(rig.cache.storage().host_pools().is_empty());
     for n in 1..6 {
         rig.run(&tokens(n, 10 * PAGE + 1));
         rig.check();

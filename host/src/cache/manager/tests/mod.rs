@@ -77,7 +77,7 @@ impl Rig {
 
     fn attach(&self, name: &str, store: &Store, change: impl FnOnce(&mut FakeBackend)) -> Arc<FakeBackend> {
         let handle = self.cache.storage();
-        let mut backend = FakeBackend::new(name, store, handle.host_pool().unwrap());
+        let mut backend = FakeBackend::new(name, store, handle.host_pools().remove(0));
         change(&mut backend);
         let backend = Arc::new(backend);
         handle.attached(Arc::clone(&backend) as Arc<_>, Place::Of(name.to_owned()));
@@ -146,7 +146,7 @@ impl Rig {
     fn complete(&mut self, id: RequestId, grant: &Grant, tokens: &[u32], namespace: &CacheNamespace) {
         let mut pages = grant.pages.clone();
         self.extend(&mut pages, tokens, namespace);
-        self.cache.commit(id, tokens, &mut pages).unwrap();
+        self.cache.commit(id, tokens, &mut pages, &mut []).unwrap();
         self.cache.finish(id, tokens, pages);
     }
 

@@ -214,12 +214,12 @@ fn pages_computed_twice_are_kept_once() {
     let (mut pages_a, mut pages_b) = (grant_a.pages.clone(), grant_b.pages.clone());
     rig.extend(&mut pages_a, &prompt, &shared);
     rig.extend(&mut pages_b, &prompt, &shared);
-    rig.cache.commit(a, &prompt, &mut pages_a).unwrap();
+    rig.cache.commit(a, &prompt, &mut pages_a, &mut []).unwrap();
     // The second commits in two chunks, of which the first ends inside the first's node.
-    rig.cache.commit(b, &prompt[..4 * PAGE], &mut pages_b).unwrap();
+    rig.cache.commit(b, &prompt[..4 * PAGE], &mut pages_b, &mut []).unwrap();
     assert_eq!(pages_a[..4], pages_b[..4]);
     rig.check();
-    rig.cache.commit(b, &prompt, &mut pages_b).unwrap();
+    rig.cache.commit(b, &prompt, &mut pages_b, &mut []).unwrap();
     assert_eq!(pages_a[..6], pages_b[..6]);
     assert_ne!(pages_a[6], pages_b[6], "the partial pages stay apart");
     rig.check();
@@ -245,7 +245,7 @@ fn decoding_page_by_page_is_found_again_as_one_prefix() {
         rig.extend(&mut pages, &all[..end], &shared);
         // The page under way goes on being written.
         rig.write(pages[(end - 1) / PAGE], &content(&all[..end], &shared));
-        rig.cache.commit(id, &all[..end], &mut pages).unwrap();
+        rig.cache.commit(id, &all[..end], &mut pages, &mut []).unwrap();
     }
     rig.extend(&mut pages, &all, &shared);
     rig.cache.finish(id, &all, pages);

@@ -54,7 +54,7 @@ impl Tier {
     /// Puts a new backend over the store to use: in the place of the one before, or anywhere.
     fn attach(&mut self, random: &mut Random, rig: &Rig) {
         let handle = rig.cache.storage();
-        let Some(pool) = handle.host_pool() else { return };
+        let Some(pool) = handle.host_pools().pop() else { return };
         let mut backend = FakeBackend::new(self.name, &self.store, pool);
         let policies = [None, Some("write_through"), Some("write_through_selective"), Some("write_back")];
         backend.settings.timeout = Duration::from_millis(30);
@@ -273,7 +273,7 @@ fn advance(random: &mut Random, rig: &mut Rig, live: &mut HashMap<RequestId, Liv
     if end == request.tokens.len() {
         return rig.cache.finish(id, &request.tokens, pages);
     }
-    rig.cache.commit(id, &request.tokens[..end], &mut pages).unwrap();
+    rig.cache.commit(id, &request.tokens[..end], &mut pages, &mut []).unwrap();
     request.pages = Some(pages);
     live.insert(id, request);
 }

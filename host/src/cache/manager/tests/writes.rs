@@ -126,7 +126,7 @@ fn i30850_pages_at_a_chunk_boundary_are_stored() {
     let mut pages = rig.acquire(id, &prompt).pages;
     for end in [PAGE + 1, 3 * PAGE, 5 * PAGE + 2, 9 * PAGE + 3] {
         rig.extend(&mut pages, &prompt[..end], &shared);
-        rig.cache.commit(id, &prompt[..end], &mut pages).unwrap();
+        rig.cache.commit(id, &prompt[..end], &mut pages, &mut []).unwrap();
     }
     rig.cache.finish(id, &prompt, pages);
     rig.settle();

@@ -184,7 +184,7 @@ fn the_host_makes_room_for_what_comes_down() {
 
 /// Under write-back a victim that can neither be copied nor dropped does not stand in the way of the others.
 #[test]
-fn a_victim_that_cannot_leave_makes_way_for_the_next() {
+fn t19_a_victim_that_cannot_leave_makes_way_for_the_next() {
     let mut memory = memory([4, 0, 0], [1, 0, 0], write_back);
     let end = fill(&mut memory, &tokens(2, 1));
     // Its second page is on the host alone, and being written to a store.

@@ -1,0 +1,376 @@
+//! The device memory behind the pages of a cache.
+
+use std::sync::Arc;
+
+use kvdock_kernels::{KernelError, KvDtype, KvPool, KvSpec, PagePool};
+use kvdock_models::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolMemory, PoolSet};
+
+use super::host::HostPool;
+use crate::cache::layout::PlaneShape;
+use crate::cache::types::CacheError;
+use crate::plugin::backend::{PlaneKind, PoolHit};
+
+/// What the pools of one component hold on the device: a page (or a state) is a page of each of them, under one number.
+#[derive(Clone)]
+pub struct DeviceMemory {
+    pools: Vec<DevicePool>,
+    pages: usize,
+    page_tokens: usize,
+    dtype: KvDtype,
+    layers: usize,
+}
+
+/// One named pool.
+#[derive(Clone)]
+struct DevicePool {
+    name: &'static str,
+    hit: PoolHit,
+    /// The model's layer behind each buffer; none where they have the same numbers.
+    layers: Option<Vec<u32>>,
+    buffers: Buffers,
+}
+
+#[derive(Clone)]
+enum Buffers {
+    /// Page numbers alone.
+    Logical,
+    /// Heads of keys and values.
+    Heads(Arc<dyn KvPool>),
+    /// Pages of bytes.
+    Bytes(Arc<PagePool>),
+}
+
+/// The device memory of a cache, component by component.
+#[derive(Clone)]
+pub struct CacheMemory {
+    /// Pages of all tokens.
+    pub full: DeviceMemory,
+    /// Pages of sliding windows, where the model has such.
+    pub window: Option<WindowMemory>,
+    /// Recurrent states, where the model has such.
+    pub state: Option<StateMemory>,
+}
+
+/// Pages of sliding windows: they have a table of their own, and leave when no later token sees them.
+#[derive(Clone)]
+pub struct WindowMemory {
+    /// The memory.
+    pub memory: DeviceMemory,
+    /// Tokens before a boundary that later ones see: the most of all its pools.
+    pub tokens: usize,
+    /// Pages on the host.
+    pub host_pages: u32,
+}
+
+/// Slots for recurrent states.
+#[derive(Clone)]
+pub struct StateMemory {
+    /// The memory; a page is a slot.
+    pub memory: DeviceMemory,
+    /// Slots at its beginning that are not the cache's: those of requests that run.
+    pub running: usize,
+    /// Slots on the host.
+    pub host_slots: u32,
+}
+
+/// A plane of the host pool: the pages of one part of one pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PlaneSpec {
+    /// Its shape, for one page.
+    pub shape: PlaneShape,
+    /// What it holds.
+    pub kind: PlaneKind,
+    /// The model's layer behind each of its layers; none where they have the same numbers.
+    pub layers: Option<Vec<u32>>,
+}
+
+/// One named pool of a host pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NamedPlanes {
+    /// Its name in storage.
+    pub name: &'static str,
+    /// What a prefix needs of it.
+    pub hit: PoolHit,
+    /// What a page consists of, in order; nothing for a logical pool.
+    pub planes: Vec<PlaneSpec>,
+}
+
+/// What a host pool is made for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HostShape {
+    /// The pools whose pages lie under one number, in order.
+    pub pools: Vec<NamedPlanes>,
+    /// Tokens of a page; 0 for a state, which stands for all before it.
+    pub page_tokens: usize,
+    /// Layers of the model.
+    pub layers: usize,
+    /// Element type of keys and values.
+    pub dtype: KvDtype,
+}
+
+impl HostShape {
+    /// Bytes of a page, or as much as can be counted.
+    pub fn page_bytes(&self) -> u64 {
+        let planes = self.pools.iter().flat_map(|pool| &pool.planes);
+        planes.fold(0, |bytes: u64, plane| bytes.saturating_add(plane.shape.bytes().unwrap_or(u64::MAX)))
+    }
+
+    /// The shape of pages of keys and values.
+    #[cfg(test)]
+    pub fn of_heads(spec: &KvSpec) -> Self {
+        HostShape {
+            pools: vec![NamedPlanes { name: "kv", hit: PoolHit::AllPages, planes: planes_of_heads(spec, None).into() }],
+            page_tokens: spec.page_tokens,
+            layers: spec.layers,
+            dtype: spec.dtype,
+        }
+    }
+}
+
+fn planes_of_heads(spec: &KvSpec, layers: Option<&[u32]>) -> [PlaneSpec; 2] {
+    [(PlaneKind::K, spec.head_dim_k), (PlaneKind::V, spec.head_dim_v)].map(|(kind, head_dim)| {
+        let shape = PlaneShape {
+            layers: spec.layers as u64,
+            heads: spec.kv_heads as u64,
+            head_bytes: (head_dim as u64).saturating_mul(spec.dtype.bytes() as u64),
+            page_tokens: spec.page_tokens as u64,
+            pages: 1,
+        };
+        PlaneSpec { shape, kind, layers: layers.map(<[u32]>::to_vec) }
+    })
+}
+
+fn small(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+impl From<Arc<dyn KvPool>> for DeviceMemory {
+    /// One pool of keys and values.
+    fn from(pool: Arc<dyn KvPool>) -> Self {
+        let spec = *pool.spec();
+        let buffers = Buffers::Heads(pool);
+        DeviceMemory {
+            pools: vec![DevicePool { name: "kv", hit: PoolHit::AllPages, layers: None, buffers }],
+            pages: spec.pages,
+            page_tokens: spec.page_tokens,
+            dtype: spec.dtype,
+            layers: spec.layers,
+        }
+    }
+}
+
+impl From<Arc<dyn KvPool>> for CacheMemory {
+    /// One pool of keys and values.
+    fn from(pool: Arc<dyn KvPool>) -> Self {
+        CacheMemory { full: pool.into(), window: None, state: None }
+    }
+}
+
+/// How much of a model's pools is whose, where that does not follow from the pools themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheRoom {
+    /// Slots at the beginning that belong to requests that run.
+    pub running: usize,
+    /// Pages of windows on the host.
+    pub host_windows: u32,
+    /// States on the host.
+    pub host_states: u32,
+}
+
+impl CacheMemory {
+    /// The memory of a model of `layers` layers. What slots hold for running requests alone is not the cache's.
+    ///
+    /// # Errors
+    /// No pool that owns the page numbers of all tokens.
+    pub fn of_pools(pools: &PoolSet, layers: usize, room: CacheRoom) -> Result<Self, CacheError> {
+        let sizes = pools.sizes();
+        let of = |source, belongs: fn(&PoolDecl) -> bool| {
+            DeviceMemory::of_pools(pools, layers, |decl| decl.source == source && belongs(decl))
+        };
+        let full = of(PageSource::Anchor, |_| true).ok_or_else(|| CacheError::Config {
+            key: "cache.device_tokens",
+            problem: "the model keeps nothing page by page".to_owned(),
+        })?;
+        let window = of(PageSource::Window, |_| true).map(|memory| {
+            let decls = pools.decls().iter().filter(|decl| decl.source == PageSource::Window);
+            let tokens = decls.map(|decl| match decl.hit {
+                HitPolicy::Trailing { tokens } => tokens,
+                HitPolicy::AllPages => usize::MAX,
+                HitPolicy::ExactState | HitPolicy::Nothing => 0,
+            });
+            WindowMemory { memory, tokens: tokens.max().unwrap_or(0).max(1), host_pages: room.host_windows }
+        });
+        let state = of(PageSource::Slot, |decl| decl.kind == PoolKind::Recurrent).map(|memory| StateMemory {
+            memory,
+            running: room.running.min(sizes.slots),
+            host_slots: room.host_states,
+        });
+        Ok(CacheMemory { full, window, state })
+    }
+}
+
+impl DeviceMemory {
+    /// The pools of a model that `belong`. None where there are none.
+    fn of_pools(pools: &PoolSet, layers: usize, belongs: impl Fn(&PoolDecl) -> bool) -> Option<Self> {
+        let sizes = pools.sizes();
+        let mut named = Vec::new();
+        let mut pages = 0;
+        for (index, decl) in pools.decls().iter().enumerate().filter(|(_, decl)| belongs(decl)) {
+            let buffers = match pools.memory(index)? {
+                PoolMemory::None => Buffers::Logical,
+                // Numbers without a buffer are what a pool of no layers is, too.
+                _ if decl.layers.is_empty() => Buffers::Logical,
+                PoolMemory::Heads(pool) => Buffers::Heads(Arc::clone(pool)),
+                PoolMemory::Pages(pool) => Buffers::Bytes(Arc::clone(pool)),
+            };
+            let hit = match decl.hit {
+                HitPolicy::Trailing { tokens } => {
+                    PoolHit::TrailingPages(small(tokens.div_ceil(sizes.page_tokens.max(1)).max(1)))
+                }
+                HitPolicy::ExactState => PoolHit::TrailingPages(1),
+                HitPolicy::AllPages | HitPolicy::Nothing => PoolHit::AllPages,
+            };
+            pages = sizes.pages(decl.source);
+            let layers = Some(decl.layers.iter().map(|&layer| small(layer)).collect());
+            named.push(DevicePool { name: decl.name, hit, layers, buffers });
+        }
+        let (page_tokens, dtype) = (sizes.page_tokens, sizes.dtype);
+        (!named.is_empty()).then_some(DeviceMemory { pools: named, pages, page_tokens, dtype, layers })
+    }
+
+    /// Pages.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Tokens of a page.
+    pub fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+
+    /// Names of its pools, in order.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.pools.iter().map(|pool| pool.name)
+    }
+
+    /// Bytes of a page.
+    pub fn page_bytes(&self) -> usize {
+        let bytes = |pool: &DevicePool| match &pool.buffers {
+            Buffers::Logical => 0,
+            Buffers::Heads(pool) => pool.spec().page_bytes(),
+            Buffers::Bytes(pool) => pool.spec().layers * pool.spec().page_bytes,
+        };
+        self.pools.iter().map(bytes).sum()
+    }
+
+    /// What a host pool of such pages is made for. `is_state` says that a page stands for all tokens before it.
+    pub(crate) fn host_shape(&self, is_state: bool) -> HostShape {
+        let named = |pool: &DevicePool| {
+            let planes = match &pool.buffers {
+                Buffers::Logical => Vec::new(),
+                Buffers::Heads(heads) => planes_of_heads(heads.spec(), pool.layers.as_deref()).into(),
+                Buffers::Bytes(bytes) => {
+                    let spec = bytes.spec();
+                    let (layers, head_bytes) = (spec.layers as u64, spec.page_bytes as u64);
+                    let shape = PlaneShape { layers, heads: 1, head_bytes, page_tokens: 1, pages: 1 };
+                    let kind = if is_state { PlaneKind::State } else { PlaneKind::Other };
+                    vec![PlaneSpec { shape, kind, layers: pool.layers.clone() }]
+                }
+            };
+            NamedPlanes { name: pool.name, hit: pool.hit, planes }
+        };
+        let page_tokens = if is_state { 0 } else { self.page_tokens };
+        HostShape { pools: self.pools.iter().map(named).collect(), page_tokens, layers: self.layers, dtype: self.dtype }
+    }
+
+    /// Makes host memory that pages are copied to and from known to the device; false where it has no use for that.
+    ///
+    /// # Errors
+    /// The device's own.
+    ///
+    /// # Safety
+    ///
+    /// The range stays mapped as long as the memory lives.
+    pub(crate) unsafe fn pin_host(&self, at: *mut u8, bytes: usize) -> Result<bool, KernelError> {
+        let heads = self.pools.iter().find_map(|pool| match &pool.buffers {
+            Buffers::Heads(heads) => Some(heads),
+            Buffers::Logical | Buffers::Bytes(_) => None,
+        });
+        // SAFETY: the caller's promise.
+        heads.map_or(Ok(false), |heads| unsafe { heads.pin_host(at, bytes) })
+    }
+
+    /// Copies a page to the host.
+    ///
+    /// # Errors
+    /// A page that is not there.
+    ///
+    /// # Safety
+    ///
+    /// `host` was made for these planes. The caller holds the host page and it is no one else's yet; the device page is complete, and stays
+    /// so during the call.
+    pub(crate) unsafe fn copy_out(&self, from: u32, host: &HostPool, to: u32) -> Result<(), KernelError> {
+        let mut plane = 0;
+        for pool in &self.pools {
+            match &pool.buffers {
+                Buffers::Logical => {}
+                Buffers::Heads(pool) => {
+                    let target = host.heads(plane, to).ok_or_else(|| outside(to))?;
+                    plane += 2;
+                    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
+                    // promise nobody else touches the host page or writes the device page.
+                    unsafe { pool.copy_page_out(from, &target)? };
+                }
+                Buffers::Bytes(pool) => {
+                    for layer in 0..pool.spec().layers {
+                        let target = host.bytes(plane, layer, to).ok_or_else(|| outside(to))?;
+                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody else touches the page.
+                        let target = unsafe { std::slice::from_raw_parts_mut(target.0, target.1) };
+                        pool.copy_layer_out(from, layer, target)?;
+                    }
+                    plane += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a page from the host.
+    ///
+    /// # Errors
+    /// A page that is not there.
+    ///
+    /// # Safety
+    ///
+    /// `host` was made for these planes. The host page is complete and not written during the call; the device page belongs to the caller
+    /// and nobody reads it yet.
+    pub(crate) unsafe fn copy_in(&self, host: &HostPool, from: u32, to: u32) -> Result<(), KernelError> {
+        let mut plane = 0;
+        for pool in &self.pools {
+            match &pool.buffers {
+                Buffers::Logical => {}
+                Buffers::Heads(pool) => {
+                    let source = host.heads(plane, from).ok_or_else(|| outside(from))?;
+                    plane += 2;
+                    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
+                    // promise nobody writes the host page or touches the device page.
+                    unsafe { pool.copy_page_in(to, &source)? };
+                }
+                Buffers::Bytes(pool) => {
+                    for layer in 0..pool.spec().layers {
+                        let source = host.bytes(plane, layer, from).ok_or_else(|| outside(from))?;
+                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody writes the page.
+                        let source = unsafe { std::slice::from_raw_parts(source.0.cast_const(), source.1) };
+                        pool.copy_layer_in(to, layer, source)?;
+                    }
+                    plane += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn outside(page: u32) -> KernelError {
+    KernelError::Page { op: "host pool", reason: format!("page {page} is outside the pool") }
+}
