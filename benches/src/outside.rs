@@ -92,7 +92,7 @@ fn measure(bench: &Bench, requests: usize) -> Result<Vec<f64>> {
     let counters = cache.counters();
     let engine = Engine::start(
         EngineConfig { max_running_requests: CLIENTS, ..EngineConfig::default() },
-        EngineParts { model: watched.clone(), tokenizer: loaded.tokenizer.clone(), pool, cache, mailbox },
+        EngineParts { model: watched.clone(), tokenizer: loaded.tokenizer.clone(), pool: pool.into(), cache, mailbox },
     )?;
     let metrics = Metrics::new(
         "bench",

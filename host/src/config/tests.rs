@@ -83,7 +83,7 @@ fn every_error_is_reported_with_value_and_what_is_allowed() {
     );
     assert_eq!(
         errors("[cache]\npage_size = 512"),
-        ["kvdock.toml:2: cache.page_size = 512: takes an integer from 1 to 256"]
+        ["kvdock.toml:2: cache.page_size = 512: takes \"auto\" or an integer from 1 to 256"]
     );
 }
 

@@ -82,6 +82,7 @@ impl OwnedPoolDesc {
     }
 
     /// The anchor pool alone.
+    #[cfg(test)]
     pub fn anchor(pool: &HostPoolDescription, sealed: bool) -> OwnedPoolDesc {
         OwnedPoolDesc::new(pool, ANCHOR_POOL, NONE, sealed)
     }
