@@ -239,24 +239,5 @@ fn answered(status: PageStatus) -> PageStatus {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::backend::PoolHit;
-    use super::*;
-
-    #[test]
-    fn a_page_counts_as_in_the_pool_in_which_it_is_worst() {
-        use PageStatus::{Corrupt, Failed, Missing, Ok, Refused, Unset};
-        let pools = [[Ok, Ok, Missing, Refused, Ok], [Ok, Missing, Corrupt, Ok, Unset]];
-        let buffers = CallBuffers {
-            keys: vec![[0; 32]; 5],
-            statuses: pools.concat().into_iter().map(PageStatus::raw).collect(),
-            ..CallBuffers::default()
-        };
-        let found: Vec<PageStatus> = (0..5).map(|key| buffers.status(key)).collect();
-        assert_eq!(found, [Ok, Missing, Corrupt, Refused, Failed]);
-        let full = |pool| Registered { pool, group: PoolGroup::Full, hit: PoolHit::AllPages };
-        let there: Vec<bool> = (0..5).map(|key| buffers.present(&[full(0), full(1)], PoolGroup::Full, key)).collect();
-        assert_eq!(there, [true, false, false, false, false]);
-        assert!(!buffers.present(&[full(0), full(1)], PoolGroup::State, 0), "a group without pools has nothing");
-    }
-}
+#[path = "call_tests.rs"]
+mod tests;

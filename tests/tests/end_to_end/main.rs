@@ -8,6 +8,7 @@ mod admins;
 mod broken;
 mod clients;
 mod constructors;
+mod families;
 mod faults;
 mod kills;
 mod page_multiples;

@@ -11,3 +11,6 @@ pub(crate) use host::HostPool;
 pub(crate) use memory::HostShape;
 pub use memory::{CacheMemory, CacheRoom, DeviceMemory, StateMemory, WindowMemory};
 pub(crate) use pages::PageFault;
+
+#[cfg(test)]
+mod cases;
