@@ -1,7 +1,7 @@
 //! A storage plugin in memory that takes a given time for each page that is read: a storage that is slower than computing.
 
 use std::collections::HashMap;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use kvdock_plugin_api::v0_1::{PageKey, Stats};
@@ -20,6 +20,7 @@ struct Config {
 /// The pages of the one pool that the bench has.
 struct Slow {
     page_time: Duration,
+    turn: Mutex<()>,
     pages: RwLock<HashMap<PageKey, Vec<u8>>>,
 }
 
@@ -28,7 +29,11 @@ impl Backend for Slow {
 
     fn open(open: &Open<'_>) -> Result<Self> {
         let config: Config = open.config()?;
-        Ok(Self { page_time: Duration::from_micros(config.micros_per_page), pages: RwLock::default() })
+        Ok(Self {
+            page_time: Duration::from_micros(config.micros_per_page),
+            turn: Mutex::default(),
+            pages: RwLock::default(),
+        })
     }
 
     fn batch_exists(&self, exists: &mut Exists<'_>) -> Result<()> {
@@ -44,7 +49,11 @@ impl Backend for Slow {
         let call = *batch.call();
         for page in batch.into_pages() {
             call.check()?;
-            std::thread::sleep(self.page_time);
+            {
+                // One page at a time, however many calls there are.
+                let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+                std::thread::sleep(self.page_time);
+            }
             match self.pages.read().unwrap_or_else(PoisonError::into_inner).get(page.key()) {
                 Some(bytes) => page.fill(bytes),
                 None => page.finish(PageStatus::Missing),
