@@ -10,6 +10,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use parking_lot::RwLock;
 
+use super::key_groups::copy_group;
 use super::memory::Region;
 use super::simd::{LANES, Lanes};
 use crate::error::KernelError;
@@ -217,35 +218,6 @@ unsafe fn copy_rows<W: Copy, const OUT: bool>(pool: *mut W, tokens: usize, dim: 
                 std::ptr::copy_nonoverlapping(host, pool, bytes);
             }
         }
-    }
-}
-
-/// Copies 16 keys between a group `[dim][16]` of the pool and 16 rows of the host.
-///
-/// # Safety
-/// As [`copy_rows`].
-unsafe fn copy_group<W: Copy, const OUT: bool>(group: *mut W, dim: usize, host: *mut u8, stride: usize) {
-    /// Elements of a row handled at once, so that both sides stay within a few cache lines.
-    const AT_ONCE: usize = 16;
-    let mut d = 0;
-    while d < dim {
-        let n = AT_ONCE.min(dim - d);
-        // SAFETY: elements `d..d + n` of 16 rows, on both sides; the host side may be unaligned.
-        unsafe {
-            let group = group.add(d * LANES);
-            for token in 0..LANES {
-                let row = host.add(token * stride).cast::<W>().add(d);
-                for i in 0..n {
-                    let element = group.add(i * LANES + token);
-                    if OUT {
-                        row.add(i).write_unaligned(*element);
-                    } else {
-                        *element = row.add(i).read_unaligned();
-                    }
-                }
-            }
-        }
-        d += n;
     }
 }
 

@@ -11,6 +11,7 @@
 mod attention;
 mod device;
 mod elementwise;
+mod key_groups;
 mod kv_pool;
 mod linear;
 mod math;
