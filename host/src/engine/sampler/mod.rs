@@ -83,23 +83,44 @@ fn penalise(row: &mut [f32], params: &SamplingParams, generated: &HashMap<u32, u
     }
 }
 
+/// Logits that are looked at together.
+const BLOCK: usize = 512;
+/// Logits that are compared at a time.
+const LANES: usize = 16;
+
 /// The largest logit and the lowest id that has it.
 fn argmax(row: &[f32]) -> Result<(u32, f32), SampleError> {
-    let mut best = (0u32, f32::NEG_INFINITY);
-    let mut not_a_number = false;
-    for (token, &logit) in (0u32..).zip(row) {
-        not_a_number |= logit.is_nan();
-        if logit > best.1 {
-            best = (token, logit);
+    let (mut first, mut most) = (0, f32::NEG_INFINITY);
+    let mut numbers = true;
+    for (number, block) in row.chunks(BLOCK).enumerate() {
+        let (largest, all_numbers) = largest(block);
+        numbers &= all_numbers;
+        if largest > most {
+            (first, most) = (number * BLOCK, largest);
         }
     }
-    if not_a_number {
+    if !numbers {
         return Err(SampleError::NotANumber);
     }
-    if best.1 == f32::NEG_INFINITY {
-        return Err(SampleError::NothingLeft);
-    }
-    Ok(best)
+    // Where it is matters in one block alone, which keeps the others' way free of branches.
+    let at = row.iter().skip(first).position(|logit| *logit == most).filter(|_| most > f32::NEG_INFINITY);
+    at.map(|at| ((first + at) as u32, most)).ok_or(SampleError::NothingLeft)
+}
+
+/// The largest of a block, and whether all of it are numbers.
+fn largest(block: &[f32]) -> (f32, bool) {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut strange = [false; LANES];
+    let mut take = |part: &[f32]| {
+        for ((lane, strange), &logit) in lanes.iter_mut().zip(&mut strange).zip(part) {
+            *lane = if logit > *lane { logit } else { *lane };
+            *strange |= logit.is_nan();
+        }
+    };
+    let (parts, rest) = block.as_chunks::<LANES>();
+    parts.iter().for_each(|part| take(part));
+    take(rest);
+    (lanes.into_iter().fold(f32::NEG_INFINITY, f32::max), !strange.contains(&true))
 }
 
 #[cfg(test)]

@@ -204,3 +204,24 @@ fn top_logprobs_of_equal_tokens_come_by_lowest_id() {
     let all = LogprobReader::default().read(&[1.0, 2.0], 0, 5, &[]);
     assert_eq!(all.top.len(), 2);
 }
+
+#[test]
+fn the_largest_of_a_long_row_is_found_wherever_it_is() {
+    let mut state = 1u32;
+    let mut random = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        // Few values, so that many are equal.
+        ((state >> 16) % 7) as f32 - 3.0
+    };
+    for len in [1, 15, 16, 17, 511, 512, 513, 1023, 4_096, 5_000] {
+        let row: Vec<f32> = (0..len).map(|_| random()).collect();
+        let wanted = (1..len).fold(0, |best, at| if row[at] > row[best] { at } else { best });
+        assert_eq!(super::argmax(&row), Ok((wanted as u32, row[wanted])), "{len}");
+        let mut single = vec![f32::NEG_INFINITY; len];
+        assert_eq!(super::argmax(&single), Err(SampleError::NothingLeft), "{len}");
+        single[len - 1] = -1.0;
+        assert_eq!(super::argmax(&single), Ok((len as u32 - 1, -1.0)), "{len}");
+        single[len / 2] = f32::NAN;
+        assert_eq!(super::argmax(&single), Err(SampleError::NotANumber), "{len}");
+    }
+}
