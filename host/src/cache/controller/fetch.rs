@@ -153,8 +153,23 @@ pub(crate) struct Source {
     pub emptied: u32,
     /// Which pages of the span it may have: as far as it was asked, those it has. None while it was not asked at all.
     pub may_have: Option<PerComponent<Vec<bool>>>,
-    /// First begin and last end of reads, and the pages they moved.
-    pub reads: Option<(Instant, Instant, usize)>,
+    /// Its reads so far.
+    pub reads: Option<Reads>,
+}
+
+/// What reads of one backend took.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reads {
+    /// First begin.
+    pub first: Instant,
+    /// Last end.
+    pub last: Instant,
+    /// Pages that were asked for.
+    pub asked: usize,
+    /// Pages that came.
+    pub came: usize,
+    /// One ended before it was through, as nobody waited any longer.
+    pub cut: bool,
 }
 
 impl std::fmt::Debug for Source {

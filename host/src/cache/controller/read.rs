@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::attached::{Attached, CallFault, CallInfo};
-use super::fetch::{Fetch, FetchState, Source};
+use super::fetch::{Fetch, FetchState, Reads, Source};
 use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::prefetch::{finish, reason_of};
@@ -285,7 +285,7 @@ fn promoting(state: &FetchState, source: usize) -> u64 {
     state.sources.iter().take(source).enumerate().fold(0, |bits, (index, source)| bits | wants(source) << index)
 }
 
-/// Takes note of how long a backend took. Pages that were late took at least as long.
+/// Takes note of how long a backend took.
 fn note_reads(
     state: &mut FetchState,
     source: usize,
@@ -294,16 +294,21 @@ fn note_reads(
     began: Instant,
 ) {
     let called_off = matches!(&outcome.result, Err(CallFault::Failed(error)) if error.kind == ErrorKind::Cancelled);
-    let late = matches!(outcome.result, Err(CallFault::CrowdedOut | CallFault::CalledOff)) || called_off;
-    let counts = |verdict: &&StorageResult| late || matches!(**verdict, StorageResult::Ok | StorageResult::Late);
-    let pages = verdicts.iter().filter(counts).count();
-    if pages == 0 {
+    let count = |wanted: StorageResult| verdicts.iter().filter(|&&verdict| verdict == wanted).count();
+    let (came, late) = (count(StorageResult::Ok), count(StorageResult::Late));
+    let cut = late > 0 || called_off || matches!(outcome.result, Err(CallFault::CrowdedOut | CallFault::CalledOff));
+    if came == 0 && !cut {
         return;
     }
     if let Some(source) = state.sources.get_mut(source) {
-        let now = Instant::now();
-        let (first, _, before) = source.reads.unwrap_or((began, now, 0));
-        source.reads = Some((first.min(began), now, before + pages));
+        let last = Instant::now();
+        let asked = if cut { verdicts.len() } else { came };
+        let reads = source.reads.get_or_insert(Reads { first: began, last, asked: 0, came: 0, cut: false });
+        reads.first = reads.first.min(began);
+        reads.last = last;
+        reads.asked += asked;
+        reads.came += came;
+        reads.cut |= cut;
     }
 }
 
@@ -311,8 +316,18 @@ fn note_reads(
 fn measure(shared: &Shared, fetch: &Fetch) {
     let mut state = fetch.state.lock();
     for source in &mut state.sources {
-        if let Some((first, last, pages)) = source.reads.take() {
-            source.attached.speed.add(pages as u64 * shared.host.page_bytes(), last - first);
+        let Some(reads) = source.reads.take() else { continue };
+        let (took, page_bytes) = (reads.last - reads.first, shared.host.page_bytes());
+        let speed = &source.attached.speed;
+        if !reads.cut {
+            speed.add(reads.came as u64 * page_bytes, took);
+            continue;
+        }
+        // What was cut off in good time says nothing. Else only what came counts: taken as read, the rest would make a backend the faster
+        // the more of it never came.
+        let due = speed.fit().map(|fit| fit.seconds((reads.asked as u64 * page_bytes) as f64));
+        if due.is_none_or(|due| took.as_secs_f64() >= due) {
+            speed.add(reads.came.max(1) as u64 * page_bytes, took);
         }
     }
 }

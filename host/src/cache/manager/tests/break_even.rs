@@ -146,3 +146,25 @@ fn i23309_no_wait_is_longer_than_computing_takes() {
         rig.check();
     }
 }
+
+#[test]
+fn reads_that_never_end_in_time_make_no_backend_fast() {
+    let prompt = tokens(1, 10 * PAGE + 1);
+    let store = filled(&prompt);
+    let mut rig = Rig::new(64, CacheConfig { prefetch_timeout_base: LONG, ..auto() });
+    let backend = rig.attach("fake", &store, |backend| backend.settings.timeout = Duration::from_millis(60));
+    // A page in 7 ms. Reads of those in front come, the others not within 60 ms: all ten would be worth it, what came is not.
+    rig.cache.prefilled(40_000, 0, Duration::from_secs(70));
+    backend.faults.hang_only.lock().extend(&keys(&prompt)[1..]);
+    backend.faults.hang_reads.store(true, Ordering::Release);
+    assert_eq!(reasons(&again(&mut rig, &prompt)), [MissReason::BackendSlow]);
+    backend.faults.hang_reads.store(false, Ordering::Release);
+    rig.settle();
+    assert_eq!(
+        reasons(&again(&mut rig, &prompt)),
+        [MissReason::NotWorthIt],
+        "{:?}",
+        rig.cache.storage().guards("fake")
+    );
+    rig.check();
+}
