@@ -166,6 +166,33 @@ fn a_second_turn_comes_from_storage(name: &'static str) {
     rig.stop();
 }
 
+/// A sequence several times as long as the window pool: pages that slide out of the window make room for the next.
+#[test]
+fn windows_slide_over_a_sequence_longer_than_their_pool() {
+    for name in ["gpt_oss", "mimo"] {
+        let family = Family::new(name);
+        let page = family.page();
+        let (prompt, new) = (family.ids("long", 40 * page + 1), 6 * page as u32);
+        let reference = {
+            let rig = family.start(Setup::default());
+            let cold = rig.run("cold", &prompt, new, None);
+            rig.stop();
+            cold
+        };
+        let rig = family.start(Setup { chunk: 3 * page, window_pages: 14, running: 1, ..Setup::default() });
+        let run = rig.run("sliding", &prompt, new, None);
+        run.came_from(Tier::Nowhere, 0);
+        reference.rows.must_equal(&run.rows, &format!("{name}, with 14 window pages for 46"));
+        rig.check_integrity();
+        // The window before the end is still there.
+        let history = [&prompt[..], &run.tokens[..]].concat();
+        let next = rig.run("next", &history, 1, None);
+        next.came_from(Tier::Device, family.tokens((history.len() - 1) / page));
+        rig.check_integrity();
+        rig.stop();
+    }
+}
+
 macro_rules! families {
     ($($family:ident: $($name:literal),+;)+) => {
         $(mod $family {

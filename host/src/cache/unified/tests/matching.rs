@@ -2,6 +2,49 @@
 
 use super::*;
 
+fn from_store<'a>(root: NodeId, tokens: &'a [u32], full: &'a [u32], window: &'a [u32]) -> HostInsert<'a> {
+    HostInsert { root, tokens, start: 0, keys: &[], full, window, state: None, stored: 1, owed: 0, unproven: false }
+}
+
+/// Who holds or loads a boundary does so with one window, however long the node is.
+#[test]
+fn t15_a_long_node_is_cut_before_the_window_of_its_end() {
+    let mut rig = Rig::new(|config| (config.window, config.below) = (Some(2 * PAGE), Below::Host));
+    let sequence = tokens(6, 1);
+    let (full, window) = (rig.fresh(6), rig.fresh(6));
+    let node = rig.tree.insert_host(from_store(rig.root, &sequence, &full, &window)).unwrap().node;
+    assert_eq!(rig.tree.start(node), Ok(0));
+    rig.tree.cut_window(node).unwrap();
+    assert_eq!((rig.tree.start(node), rig.tree.end(node)), (Ok(4), Ok(6)), "it keeps its name and its end");
+    assert_eq!(rig.tree.load_needs(node), Ok(PerComponent([6, 2, 0])));
+    rig.tree.check_integrity().unwrap();
+}
+
+#[test]
+fn t05_a_store_fills_windows_beside_full_pages_that_are_here() {
+    let mut rig = Rig::new(|config| (config.window, config.below) = (Some(2 * PAGE), Below::Host));
+    let sequence = tokens(4, 1);
+    let full = rig.fresh(4);
+    let first = rig.tree.insert_host(from_store(rig.root, &sequence, &full, &[])).unwrap();
+    assert_eq!(first.taken, 4);
+    let found = rig.find(&sequence);
+    assert_eq!((found.best.pages, found.held, found.full_pages), (0, 4, 4), "a window alone is lacking");
+    let slots = rig.fresh(2);
+    let window = [NO_SLOT, NO_SLOT, slots[0], slots[1]];
+    let second = rig.tree.insert_host(from_store(rig.root, &sequence, &[NO_SLOT; 4], &window)).unwrap();
+    assert_eq!((second.taken, second.orphaned), (2, false));
+    let found = rig.find(&sequence);
+    assert_eq!((found.best.pages, found.held), (4, 0));
+    // Full pages that were not given and are not here: nothing stands on them.
+    let other = tokens(4, 2);
+    let slots = rig.fresh(2);
+    let window = [NO_SLOT, NO_SLOT, slots[0], slots[1]];
+    let third = rig.tree.insert_host(from_store(rig.root, &other, &[NO_SLOT; 4], &window)).unwrap();
+    assert_eq!((third.taken, third.orphaned), (0, true));
+    assert_eq!(third.actions.freed_host(), PerComponent([0, 2, 0]));
+    rig.tree.check_integrity().unwrap();
+}
+
 #[test]
 fn t01_all_lengths_are_floored_to_pages() {
     let mut rig = Rig::new(|_| {});
