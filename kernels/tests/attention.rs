@@ -138,6 +138,69 @@ fn bits_do_not_depend_on_the_batch() {
     assert_eq!(bits(&read(&device, &out, expected.len())), bits(&expected));
 }
 
+/// Rows of sequences that share the pages of their first splits give what each gives alone.
+#[test]
+fn bits_do_not_depend_on_shared_pages() {
+    let spec = KvSpec { layers: 1, pages: 400, ..spec(16, KvDtype::F16) };
+    let prefix = Sequence::new(spec, 6, 608, 40);
+    let common: Vec<u32> = (0..38).collect();
+    // Tokens that each sequence shares with the prefix, and the position of its row: more rows than go together, some that leave
+    // the prefix early, at the end of a split and next to it, and one that shares nothing.
+    let mut lengths = vec![(608, 608); 19];
+    lengths.extend([(256, 400), (256, 256), (512, 512), (272, 290), (608, 615), (240, 255), (512, 1100), (0, 30)]);
+    lengths.extend([(608, 640); 3]);
+    let sequences: Vec<Sequence> =
+        lengths.iter().enumerate().map(|(i, (_, at))| Sequence::new(spec, 6, at + 1, 50 + i as u64)).collect();
+    let mut next = 38;
+    let tables: Vec<Vec<u32>> = lengths
+        .iter()
+        .map(|(shared, at)| {
+            let own = (at + 1usize).div_ceil(16) - shared / 16;
+            next += own as u32;
+            common[..shared / 16].iter().copied().chain(next - own as u32..next).collect()
+        })
+        .collect();
+    let row = |x: &[f32], at: usize, width: usize| x[at * width..][..width].to_vec();
+    let sinks = [0.5, -2.0, 3.0, 0.0, 1.0, -1.0];
+
+    for isa in Isa::available() {
+        let device = CpuDevice::with_isa(if isa == Isa::Portable { 1 } else { 3 }, isa).unwrap();
+        let pool = device.alloc_kv_pool(spec).unwrap();
+        let write = |k: &[f32], v: &[f32], start: usize, len: usize, pages: &[u32]| {
+            let plan = device.plan(&*pool, &[SeqSpan { start: start as u32, len: len as u32, pages }]).unwrap();
+            let part = |x: &[f32]| device.upload(&x[start * 64..][..len * 64]).unwrap();
+            device.kv_write(&*pool, 0, &plan, &part(k), &part(v)).unwrap();
+        };
+        write(&prefix.k, &prefix.v, 0, 608, &common);
+        for ((s, (shared, at)), pages) in sequences.iter().zip(&lengths).zip(&tables) {
+            write(&s.k, &s.v, *shared, at + 1 - shared, pages);
+        }
+        let device_sinks = device.upload(&sinks).unwrap();
+        for (window, sinks) in [(None, None), (None, Some(&device_sinks)), (Some(300), None)] {
+            let how = AttentionSpec { heads: 6, scale: 32f32.powf(-0.5), window, sinks };
+            let attend = |members: &[usize]| {
+                let spans: Vec<SeqSpan<'_>> = members
+                    .iter()
+                    .map(|i| SeqSpan { start: lengths[*i].1 as u32, len: 1, pages: &tables[*i] })
+                    .collect();
+                let plan = device.plan(&*pool, &spans).unwrap();
+                let q: Vec<f32> = members.iter().flat_map(|i| row(&sequences[*i].q, lengths[*i].1, 192)).collect();
+                let mut out = device.alloc(q.len()).unwrap();
+                device.attention(&*pool, 0, &plan, &device.upload(&q).unwrap(), &how, &mut out).unwrap();
+                bits(&read(&device, &out, members.len() * 192))
+            };
+            let alone: Vec<Vec<u32>> = (0..lengths.len()).map(|i| attend(&[i])).collect();
+            // All in order, the other way round, and a few.
+            let all: Vec<usize> = (0..lengths.len()).collect();
+            let reversed = all.iter().rev().copied().collect();
+            for members in [all, reversed, vec![3, 19, 7], vec![25, 0]] {
+                let expected: Vec<u32> = members.iter().flat_map(|i| alone[*i].clone()).collect();
+                assert!(attend(&members) == expected, "{} window {window:?} {members:?}", device.name());
+            }
+        }
+    }
+}
+
 /// Scores far from zero neither overflow nor lose the small ones' exact zero.
 #[test]
 fn large_scores_are_safe() {

@@ -13,6 +13,7 @@ use super::norm::RmsNorm;
 use super::packed::PackedWeight;
 use super::plan::StepPlan;
 use super::rope_table::RopeTable;
+use super::shared::CpuPlan;
 use super::simd::{Isa, Machine};
 use super::threads::ThreadPool;
 use crate::device::{AttentionSpec, Buf, Device, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
@@ -97,7 +98,7 @@ impl CpuDevice {
         weight.downcast_ref().ok_or_else(|| self.foreign(op, "weight"))
     }
 
-    fn plan_of<'a>(&self, op: &'static str, plan: &'a Plan) -> Result<&'a StepPlan, KernelError> {
+    fn plan_of<'a>(&self, op: &'static str, plan: &'a Plan) -> Result<&'a CpuPlan, KernelError> {
         plan.downcast_ref().ok_or_else(|| self.foreign(op, "plan"))
     }
 
@@ -113,7 +114,7 @@ impl CpuDevice {
         layer: usize,
         plan: &'a Plan,
     ) -> Result<(&'a CpuKvPool, &'a StepPlan), KernelError> {
-        let (pool, plan) = (self.pool(op, pool)?, self.plan_of(op, plan)?);
+        let (pool, plan) = (self.pool(op, pool)?, &self.plan_of(op, plan)?.step);
         if plan.spec != *pool.spec() {
             let (expected, found) = (format!("{:?}", pool.spec()), format!("{:?}", plan.spec));
             return Err(shape(op, "the plan's pool", expected, found));
@@ -203,7 +204,7 @@ impl Device for CpuDevice {
     }
 
     fn numerics_id(&self) -> &str {
-        "cpu-f32-1"
+        "cpu-f32-2"
     }
 
     fn synchronize(&self) -> Result<(), KernelError> {
@@ -247,7 +248,7 @@ impl Device for CpuDevice {
 
     fn plan(&self, pool: &dyn KvPool, seqs: &[SeqSpan<'_>]) -> Result<Plan, KernelError> {
         let plan = StepPlan::new(self.pool("plan", pool)?.spec(), seqs)?;
-        Ok(Plan::from_parts(plan.positions.len(), Box::new(plan)))
+        Ok(Plan::from_parts(plan.positions.len(), Box::new(CpuPlan::new(plan))))
     }
 
     fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError> {
@@ -351,7 +352,7 @@ impl Device for CpuDevice {
     fn rope(&self, rope: &Rope, plan: &Plan, x: &mut Buf, heads: usize, head_dim: usize) -> Result<(), KernelError> {
         let op = "rope";
         let table: &RopeTable = rope.downcast_ref().ok_or_else(|| self.foreign(op, "rope"))?;
-        let plan = self.plan_of(op, plan)?;
+        let plan = &self.plan_of(op, plan)?.step;
         if table.offset.saturating_add(table.dim) > head_dim {
             let expected = format!("at least {} + {}", table.offset, table.dim);
             return Err(shape(op, "head_dim", expected, head_dim.to_string()));
@@ -438,6 +439,7 @@ impl Device for CpuDevice {
         out: &mut Buf,
     ) -> Result<(), KernelError> {
         let op = "attention";
+        let shared = self.plan_of(op, plan)?.shared();
         let (pool, plan) = self.pool_and_plan(op, pool, layer, plan)?;
         let heads = spec.heads;
         if heads == 0 || !heads.is_multiple_of(plan.spec.kv_heads) {
@@ -462,6 +464,7 @@ impl Device for CpuDevice {
             pool,
             layer,
             plan,
+            shared,
             q,
             heads,
             scale: spec.scale,

@@ -19,10 +19,9 @@ pub(super) fn attend_split<S: Lanes, E: KvElement>(
     state: &mut State<'_>,
 ) {
     state.clear();
-    let span = &call.plan.spans[unit.span];
-    let position = |row: usize| span.start + row - span.rows.start;
-    let first_seen = call.seen(position(unit.rows.start)).start;
-    let end_seen = position(unit.rows.end - 1) + 1;
+    let positions = || unit.rows.iter().map(|row| call.plan.positions[*row] as usize);
+    let first_seen = call.seen(positions().min().unwrap_or(0)).start;
+    let end_seen = positions().max().map_or(0, |position| position + 1);
     let queries = unit.rows.len() * dims.group;
     // With few queries a block is used about once, and widened where it is used.
     let direct = queries <= kernels::GROUP && call.pool.keys_in_groups() && dims.dv == dims.dv_padded;
@@ -62,15 +61,14 @@ fn attend_block<S: Lanes, E: KvElement>(
     b: &mut Buffers<'_>,
     state: &mut State<'_>,
 ) {
-    let span = &call.plan.spans[unit.span];
-    // What a row sees of the block, as positions within it; empty if nothing.
-    let seen = |row: usize| {
-        let seen = call.seen(span.start + row - span.rows.start);
+    // What a row of the unit sees of the block, as positions within it; empty if nothing.
+    let seen = |r: usize| {
+        let seen = call.seen(call.plan.positions[unit.rows[r]] as usize);
         let first = seen.start.saturating_sub(start).min(BLOCK);
         first..seen.end.saturating_sub(start).min(BLOCK)
     };
-    for (r, row) in unit.rows.clone().enumerate() {
-        let seen = seen(row);
+    for r in 0..unit.rows.len() {
+        let seen = seen(r);
         if seen.is_empty() {
             continue;
         }
@@ -85,15 +83,15 @@ fn attend_block<S: Lanes, E: KvElement>(
         }
     }
     // Neighbouring rows that see the same part of the block share its values.
-    let mut row = unit.rows.start;
-    while row < unit.rows.end {
+    let mut row = 0;
+    while row < unit.rows.len() {
         let part = seen(row);
         let mut end = row + 1;
-        while end < unit.rows.end && seen(end) == part {
+        while end < unit.rows.len() && seen(end) == part {
             end += 1;
         }
         if !part.is_empty() {
-            let first = (row - unit.rows.start) * dims.group;
+            let first = row * dims.group;
             let count = (end - row) * dims.group;
             let sums = kernels::Sums {
                 dv: dims.dv_padded,

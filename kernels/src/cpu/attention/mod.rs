@@ -11,7 +11,8 @@
 //!   chain `fma(p[j], v[j][d], sum)` over the seen positions in order.
 //! * Blocks belong to splits of [`SPLIT`] positions. Each split starts from nothing; the results
 //!   of splits that a row sees are merged one after another, in order, always by the same
-//!   formula. So splits may run in parallel (decode) or in a row (prefill).
+//!   formula. So splits may run in parallel (decode) or in a row (prefill), and a split whose pages
+//!   several sequences share is read once for all their rows ([`work`]).
 //!
 //! Keys and values beyond a row's own position are never used; of memory beyond the last row's
 //! position only whole groups of 16 tokens within a page are read, and their lanes dropped.
@@ -26,6 +27,7 @@
 
 mod block;
 mod kernels;
+mod work;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -34,15 +36,17 @@ use std::ops::Range;
 use super::kv_pool::{CpuKvPool, KvElement, with_kv_element};
 use super::memory::FloatArray;
 use super::plan::StepPlan;
+use super::shared::SharedSplit;
 use super::simd::{Kernel, LANES, Lanes, Machine};
 use super::threads::ThreadPool;
 use crate::error::KernelError;
+use work::{Piece, Work};
 
 /// Positions of a block: those whose scores are computed and normalised together.
 const BLOCK: usize = 64;
 
 /// Positions of a split.
-const SPLIT: usize = 256;
+pub(super) const SPLIT: usize = 256;
 
 /// Query rows (times heads of a group) that share a block's keys and values in prefill.
 const TASK_QUERIES: usize = 48;
@@ -52,6 +56,8 @@ pub(super) struct Attention<'a> {
     pub(super) pool: &'a CpuKvPool,
     pub(super) layer: usize,
     pub(super) plan: &'a StepPlan,
+    /// What sequences of the plan share.
+    pub(super) shared: &'a [SharedSplit],
     /// `[rows, heads, head_dim_k]`.
     pub(super) q: &'a [f32],
     pub(super) heads: usize,
@@ -64,27 +70,15 @@ pub(super) struct Attention<'a> {
     pub(super) out: &'a mut [f32],
 }
 
-/// Rows of one sequence, with all query heads of one KV head.
+/// Rows that see the same pages, with all query heads of one KV head.
 struct Unit {
+    /// The sequence whose page table is used.
     span: usize,
     head: usize,
-    /// Rows of the step.
-    rows: Range<usize>,
+    /// Rows of the step, in order of positions if they are of one sequence.
+    rows: Vec<usize>,
     /// Splits that any of the rows sees.
     splits: Range<usize>,
-}
-
-/// What a task does: all splits of a unit, or one of them, whose state goes to `slot`.
-enum Task {
-    Whole { unit: usize },
-    Split { unit: usize, split: usize, slot: usize },
-}
-
-impl Task {
-    fn unit(&self) -> usize {
-        let (Self::Whole { unit } | Self::Split { unit, .. }) = self;
-        *unit
-    }
 }
 
 thread_local! {
@@ -109,6 +103,13 @@ impl Dims {
     }
 }
 
+/// The state of some queries, to read.
+struct Part<'a> {
+    max: &'a [f32],
+    denominator: &'a [f32],
+    values: &'a [f32],
+}
+
 /// Running maximum, denominator and weighted values of some queries.
 struct State<'a> {
     max: &'a mut [f32],
@@ -122,6 +123,10 @@ impl<'a> State<'a> {
         let (max, rest) = floats.split_at_mut(padded);
         let (denominator, values) = rest.split_at_mut(padded);
         Self { max, denominator, values: &mut values[..queries * dims.dv_padded] }
+    }
+
+    fn part(&self) -> Part<'_> {
+        Part { max: self.max, denominator: self.denominator, values: self.values }
     }
 
     fn clear(&mut self) {
@@ -184,77 +189,44 @@ impl Attention<'_> {
         partial: &mut FloatArray,
     ) -> Result<(), KernelError> {
         let dims = self.dims();
-        let units = self.units(dims);
-        let (tasks, partial_len) = tasks(&units, dims, threads.threads());
-        partial.reserve(partial_len, "partial attention")?;
+        let Work { units, tasks, merges, floats } = Work::new(&self, dims, threads.threads());
+        partial.reserve(floats, "partial attention")?;
         let partial = partial.as_mut_slice();
         let out = Shared(self.out.as_mut_ptr());
         let slots = Shared(partial.as_mut_ptr());
-
-        let work = |task: &Task, work: &mut FloatArray| -> Result<(), KernelError> {
-            let unit = &units[task.unit()];
-            let queries = unit.rows.len() * dims.group;
-            work.reserve(Buffers::floats(queries, dims), "attention")?;
-            let split = match task {
-                Task::Whole { .. } => None,
-                Task::Split { split, slot, .. } => {
-                    // SAFETY: each split task has a slot of its own, of a state's size.
-                    let state = unsafe { slots.part(*slot, dims.state(queries)) };
-                    Some((*split, state))
-                }
-            };
-            machine.run(UnitKernel::<E> { call: &self, dims, unit, split, work, out, element: PhantomData });
-            Ok(())
+        // A task has no way to fail but a panic, which becomes this call's error.
+        let reserve = |work: &mut FloatArray, floats: usize| {
+            if let Err(e) = work.reserve(floats, "attention") {
+                std::panic::panic_any(e.to_string());
+            }
         };
+
         threads.run("attention", tasks.len(), &|index| {
-            WORK.with_borrow_mut(|w| {
-                if let Err(e) = work(&tasks[index], w) {
-                    // Becomes this call's error; a task has no other way to fail.
-                    std::panic::panic_any(e.to_string());
-                }
+            WORK.with_borrow_mut(|work| {
+                let task = &tasks[index];
+                let unit = &units[task.unit];
+                let queries = unit.rows.len() * dims.group;
+                reserve(work, Buffers::floats(queries, dims));
+                let split = task.split.as_ref().map(|(split, slot)| {
+                    // SAFETY: each split task has a slot of its own, of a state's size.
+                    (*split, unsafe { slots.part(*slot, dims.state(queries)) })
+                });
+                machine.run(UnitKernel::<E> { call: &self, dims, unit, split, work, out, element: PhantomData });
             });
         })?;
 
         // Merge what ran split by split. Little work: once a split, not once a key.
-        for tasks in tasks.chunk_by(|a, b| a.unit() == b.unit()) {
-            if let [Task::Split { unit, slot, .. }, ..] = tasks {
-                let unit = &units[*unit];
+        let partial = &*partial;
+        threads.run("attention", merges.len(), &|index| {
+            WORK.with_borrow_mut(|work| {
+                let merge = &merges[index];
+                let unit = &units[merge.unit];
                 let len = dims.state(unit.rows.len() * dims.group);
-                WORK.with_borrow_mut(|work| {
-                    work.reserve(len, "attention")?;
-                    machine.run(MergeKernel {
-                        call: &self,
-                        dims,
-                        unit,
-                        states: &mut partial[*slot..][..tasks.len() * len],
-                        work: &mut work.as_mut_slice()[..len],
-                        out,
-                    });
-                    Ok::<(), KernelError>(())
-                })?;
-            }
-        }
-        Ok(())
-    }
-
-    fn units(&self, dims: Dims) -> Vec<Unit> {
-        let rows_each = (TASK_QUERIES / dims.group).max(1);
-        let mut units = Vec::new();
-        for (index, span) in self.plan.spans.iter().enumerate() {
-            // Latest rows first: they have most to do.
-            let mut end = span.rows.end;
-            while end > span.rows.start {
-                let rows = span.rows.start.max(end.saturating_sub(rows_each))..end;
-                end = rows.start;
-                let position = |row: usize| span.start + row - span.rows.start;
-                let first = self.seen(position(rows.start)).start / SPLIT;
-                let last = position(rows.end - 1) / SPLIT;
-                for head in 0..self.plan.spec.kv_heads {
-                    units.push(Unit { span: index, head, rows: rows.clone(), splits: first..last + 1 });
-                }
-            }
-        }
-        units
+                reserve(work, len);
+                let work = &mut work.as_mut_slice()[..len];
+                machine.run(MergeKernel { call: &self, dims, unit, pieces: &merge.pieces, partial, work, out });
+            });
+        })
     }
 
     /// State before any key: nothing, or the sinks' share. Returns whether there is any.
@@ -272,30 +244,10 @@ impl Attention<'_> {
     }
 
     /// Whether `row` sees anything of a split.
-    fn sees(&self, unit: &Unit, row: usize, split: usize) -> bool {
-        let span = &self.plan.spans[unit.span];
-        let seen = self.seen(span.start + row - span.rows.start);
+    fn sees(&self, row: usize, split: usize) -> bool {
+        let seen = self.seen(self.plan.positions[row] as usize);
         seen.start < (split + 1) * SPLIT && split * SPLIT < seen.end
     }
-}
-
-/// Tasks, and how many floats their states need. Units run whole unless there are too few to
-/// keep all threads busy; then each of their splits is a task.
-fn tasks(units: &[Unit], dims: Dims, threads: usize) -> (Vec<Task>, usize) {
-    let few = threads > 1 && units.len() < 4 * threads;
-    let mut tasks = Vec::with_capacity(units.len());
-    let mut partial = 0;
-    for (index, unit) in units.iter().enumerate() {
-        if few && unit.splits.len() > 1 {
-            for split in unit.splits.clone() {
-                tasks.push(Task::Split { unit: index, split, slot: partial });
-                partial += dims.state(unit.rows.len() * dims.group);
-            }
-        } else {
-            tasks.push(Task::Whole { unit: index });
-        }
-    }
-    (tasks, partial)
 }
 
 /// Work space of a task.
@@ -359,7 +311,7 @@ impl<E: KvElement> Kernel for UnitKernel<'_, E> {
         let Self { call, dims, unit, .. } = self;
         let queries = unit.rows.len() * dims.group;
         let mut b = Buffers::new(self.work.as_mut_slice(), queries, dims);
-        for (r, row) in unit.rows.clone().enumerate() {
+        for (r, row) in unit.rows.iter().copied().enumerate() {
             let heads = dims.group * dims.dk;
             let q = &call.q[(row * call.heads + unit.head * dims.group) * dims.dk..][..heads];
             for (scaled, q) in b.q[r * heads..][..heads].iter_mut().zip(q) {
@@ -377,7 +329,7 @@ impl<E: KvElement> Kernel for UnitKernel<'_, E> {
         let begun = call.begin(dims, unit, &mut all);
         for split in unit.splits.clone() {
             block::attend_split::<S, E>(s, call, dims, unit, split, &mut b, &mut one);
-            merge(s, call, dims, unit, split, begun, &mut all, &one);
+            merge(s, call, dims, unit, split, begun, &mut all, &one.part());
         }
         finish(s, call, dims, unit, &all, self.out);
     }
@@ -388,8 +340,10 @@ struct MergeKernel<'a> {
     call: &'a Attention<'a>,
     dims: Dims,
     unit: &'a Unit,
-    /// One after another, in order.
-    states: &'a mut [f32],
+    /// One a split, in order.
+    pieces: &'a [Piece],
+    /// All states.
+    partial: &'a [f32],
     work: &'a mut [f32],
     out: Shared,
 }
@@ -403,10 +357,8 @@ impl Kernel for MergeKernel<'_> {
         let queries = unit.rows.len() * dims.group;
         let mut all = State::new(self.work, queries, dims);
         let begun = call.begin(dims, unit, &mut all);
-        let states = self.states.chunks_exact_mut(dims.state(queries));
-        for (split, state) in unit.splits.clone().zip(states) {
-            let one = State::new(state, queries, dims);
-            merge(s, call, dims, unit, split, begun, &mut all, &one);
+        for (split, piece) in unit.splits.clone().zip(self.pieces) {
+            merge(s, call, dims, unit, split, begun, &mut all, &piece.part(self.partial, queries, dims));
         }
         finish(s, call, dims, unit, &all, self.out);
     }
@@ -424,14 +376,14 @@ fn merge<S: Lanes>(
     split: usize,
     begun: bool,
     all: &mut State<'_>,
-    one: &State<'_>,
+    one: &Part<'_>,
 ) {
-    for (r, row) in unit.rows.clone().enumerate() {
-        if !call.sees(unit, row, split) {
+    for (r, row) in unit.rows.iter().copied().enumerate() {
+        if !call.sees(row, split) {
             continue;
         }
         // The row's first split is taken as it is.
-        let first = !begun && (split == unit.splits.start || !call.sees(unit, row, split - 1));
+        let first = !begun && (split == unit.splits.start || !call.sees(row, split - 1));
         for query in r * dims.group..(r + 1) * dims.group {
             let values = query * dims.dv_padded..(query + 1) * dims.dv_padded;
             if first {
@@ -454,7 +406,7 @@ fn merge<S: Lanes>(
 /// Divides by the denominators and writes the unit's outputs.
 #[inline(always)]
 fn finish<S: Lanes>(s: S, call: &Attention<'_>, dims: Dims, unit: &Unit, state: &State<'_>, out: Shared) {
-    for (r, row) in unit.rows.clone().enumerate() {
+    for (r, row) in unit.rows.iter().copied().enumerate() {
         for g in 0..dims.group {
             let query = r * dims.group + g;
             let head = unit.head * dims.group + g;

@@ -1,5 +1,7 @@
 //! Matrix products `y = x · Wᵀ` over packed weights.
 //!
+//! Weights of four bits (Q4_0, Q4_1, Q4_K) are multiplied as integers, see [`integer`]; the others as f32, as follows.
+//!
 //! # Order of accumulation
 //!
 //! `y[r, n]` starts at +0 and takes `fma(x[r, k], w[n, k], y)` for k = 0, 1, 2, ...; the bias is
@@ -9,18 +11,16 @@
 //!
 //! # What it must cost
 //!
-//! One row (decode): every weight byte is read once, so at least `bytes / bandwidth`. The
-//! 98 MB of SmolLM2-135M at 20 GB/s take 4.9 ms. Instructions on 16 weights of 4 bits: shift,
-//! permute (nibble to float), FMA (scale), FMA (product): four, about 2 cycles on a core that
-//! starts one 512-bit FMA a cycle; 134 M weights take 17 M cycles, 3 ms on two cores. So memory
-//! rules, and weights are decoded in registers, never stored.
+//! One row (decode): every weight byte is read once, so at least `bytes / bandwidth`. The 30 MB of SmolLM2-135M's output matrix
+//! (Q8_0) at 16 GB/s take 1.9 ms. Instructions on 16 weights: load and widen, convert, FMA (scale), FMA (product), about 2 cycles
+//! on a core that starts two 512-bit operations a cycle. So memory rules, and weights are decoded in registers, never stored.
 //!
-//! Many rows (prefill): `2 · rows · weights` operations at 32 a cycle and core. 512 rows of
-//! SmolLM2's 106 M weights are 109 GFLOP: 0.62 s at 176 GFLOP/s. Decoding costs 3 cycles for 16
-//! weights and is shared by all rows of a block (192), a few percent; so weights are decoded to
+//! Many rows (prefill): `2 · rows · weights` operations at 64 a cycle and core. Decoding costs 2 to 3 cycles for 16 weights and is
+//! shared by all rows of a block (192), a few percent; so weights are decoded to
 //! a scratch of 32 KiB and used from there, by a kernel that holds 6 rows x 4 vectors in
 //! registers and issues 24 FMAs for 10 loads.
 
+mod integer;
 mod matrix;
 mod vector;
 
@@ -88,12 +88,15 @@ pub(super) fn run(
     rows: usize,
     products: &mut [Product<'_>],
 ) -> Result<(), KernelError> {
-    let targets: Vec<Target<'_>> =
-        products.iter_mut().map(|p| Target { weight: p.weight, bias: p.bias, out: p.out.as_mut_ptr() }).collect();
+    if rows == 0 {
+        return Ok(());
+    }
+    let targets = products.iter_mut().map(|p| Target { weight: p.weight, bias: p.bias, out: p.out.as_mut_ptr() });
+    let (integer, float): (Vec<_>, Vec<_>) = targets.partition(|t| integer::takes(t.weight.format));
+    integer::run(machine, pool, scratch, x, rows, &integer)?;
     match rows {
-        0 => Ok(()),
-        1..=vector::MAX_ROWS => vector::run(machine, pool, x, rows, &targets),
-        _ => matrix::run(machine, pool, scratch, x, rows, &targets),
+        1..=vector::MAX_ROWS => vector::run(machine, pool, x, rows, &float),
+        _ => matrix::run(machine, pool, scratch, x, rows, &float),
     }
 }
 

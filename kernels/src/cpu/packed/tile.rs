@@ -49,6 +49,24 @@ pub(in crate::cpu) trait TileFormat: 'static {
     }
 }
 
+/// A format whose quants are nibbles, and nothing else, with a scale for each 32 elements.
+pub(in crate::cpu) trait NibbleFormat: TileFormat {
+    /// Bytes before the words of nibbles in a sub-block.
+    const WORDS: usize;
+}
+
+impl NibbleFormat for Q4_0 {
+    const WORDS: usize = 0;
+}
+
+impl NibbleFormat for Q4_1 {
+    const WORDS: usize = 0;
+}
+
+impl NibbleFormat for Q4_K {
+    const WORDS: usize = 2 * LANES;
+}
+
 /// Bytes that a tile of `cols` elements of k takes.
 pub(in crate::cpu) const fn tile_bytes<T: TileFormat>(cols: usize) -> usize {
     cols / T::BLOCK * T::BLOCK_BYTES + cols % T::BLOCK * T::ELEMENT_BYTES

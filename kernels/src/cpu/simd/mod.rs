@@ -6,6 +6,8 @@
 //! why lanes are always 16, why `a * b + c` is always fused, and why sums over lanes are always
 //! the same tree.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -79,6 +81,42 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     /// numbers) as the bits of a float.
     fn pow2_of_rounded(self, magic: Self::F) -> Self::F;
 
+    fn splat_int(self, x: i32) -> Self::I;
+    fn add_int(self, a: Self::I, b: Self::I) -> Self::I;
+    fn and_int(self, a: Self::I, b: Self::I) -> Self::I;
+    fn max_int(self, a: Self::I, b: Self::I) -> Self::I;
+    /// `shift` at most 31; what leaves on the left is lost.
+    fn shift_left(self, v: Self::I, shift: u32) -> Self::I;
+    /// `shift` at most 31; the sign stays.
+    fn shift_right(self, v: Self::I, shift: u32) -> Self::I;
+    /// The bits of floats.
+    fn bits(self, v: Self::F) -> Self::I;
+    /// Floats below 2^30 in size rounded to nearest, halves to even.
+    fn to_int(self, v: Self::F) -> Self::I;
+    /// Even lanes of each eight before the odd ones: 0, 2, 4, 6, 1, 3, 5, 7.
+    fn part_lanes(self, v: Self::I) -> Self::I;
+    /// Stores the lowest byte of each lane.
+    /// # Safety
+    /// 16 bytes at `p` are writable.
+    unsafe fn store_bytes(self, p: *mut u8, v: Self::I);
+    /// # Safety
+    /// 16 u32 at `p` (any alignment) are writable.
+    unsafe fn store_int(self, p: *mut u32, v: Self::I);
+    /// Sum of the lanes, which must fit.
+    fn sum_int(self, v: Self::I) -> i32;
+    /// Greatest lane.
+    fn greatest_int(self, v: Self::I) -> i32;
+
+    /// For each row and lane, the sum over 32 elements of a nibble times an integer, exact as long as it fits.
+    ///
+    /// An integer is three signed digits to the base of 256. Nibbles lie in four vectors of words, nibble `j` of word `i` being
+    /// element `8 i + j` of the lane, so the even nibbles of a word are one group of four bytes and the odd ones another:
+    /// element `j` of group `g` is `8 (g / 2) + g % 2 + 2 j`. The digits of a row are `[3][group][4]`, the highest first.
+    ///
+    /// # Safety
+    /// 256 bytes at `words` and [`DIGITS`] bytes at each of `rows` are readable.
+    unsafe fn nibble_sums<const R: usize>(self, words: *const u8, rows: [*const u8; R]) -> [Self::I; R];
+
     /// All lanes, in order.
     fn to_array(self, v: Self::F) -> [f32; LANES];
 
@@ -114,9 +152,19 @@ pub(crate) trait Kernel {
     fn call<S: Lanes>(self, s: S) -> Self::Output;
 }
 
+/// Groups of four elements in a block of 32.
+pub(crate) const GROUPS: usize = 8;
+
+/// Bytes of the digits of a row's block; see [`Lanes::nibble_sums`].
+pub(crate) const DIGITS: usize = 3 * 4 * GROUPS;
+
 /// The instruction sets that the CPU kernels know. All give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
+    /// As below, with AMX tiles of bytes (AMX-INT8), for which the system was asked.
+    Amx,
+    /// As below, with products of bytes (AVX512-VNNI).
+    Avx512Vnni,
     /// AVX-512 (F, BW, DQ, VL) with FMA and F16C.
     Avx512,
     /// AVX2 with FMA and F16C.
@@ -128,12 +176,15 @@ pub enum Isa {
 impl Isa {
     /// The instruction sets that this machine has, best first.
     pub fn available() -> Vec<Isa> {
-        [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| Machine::new(*isa).is_some()).collect()
+        let all = [Isa::Amx, Isa::Avx512Vnni, Isa::Avx512, Isa::Avx2, Isa::Portable];
+        all.into_iter().filter(|isa| Machine::new(*isa).is_some()).collect()
     }
 
     /// The name that shows in logs.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Amx => "amx",
+            Self::Avx512Vnni => "avx512-vnni",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
             Self::Portable => "portable",
@@ -145,7 +196,11 @@ impl Isa {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Machine {
     #[cfg(target_arch = "x86_64")]
-    Avx512(x86::Avx512),
+    Amx(x86::Avx512<false>, x86::Avx512<true>, amx::Amx),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni(x86::Avx512<false>, x86::Avx512<true>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(x86::Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx2(x86::Avx2),
     Portable(Portable),
@@ -156,11 +211,15 @@ impl Machine {
     pub(crate) fn new(isa: Isa) -> Option<Self> {
         match isa {
             #[cfg(target_arch = "x86_64")]
+            Isa::Amx => Some(Self::Amx(x86::Avx512::detect()?, x86::Avx512::detect()?, amx::Amx::detect()?)),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => Some(Self::Avx512Vnni(x86::Avx512::detect()?, x86::Avx512::detect()?)),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => x86::Avx512::detect().map(Self::Avx512),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => x86::Avx2::detect().map(Self::Avx2),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx512 | Isa::Avx2 => None,
+            Isa::Amx | Isa::Avx512Vnni | Isa::Avx512 | Isa::Avx2 => None,
             Isa::Portable => Some(Self::Portable(Portable)),
         }
     }
@@ -169,7 +228,7 @@ impl Machine {
     pub(crate) fn is_wide(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(_) => x86::Avx512::WIDE,
+            Self::Amx(..) | Self::Avx512Vnni(..) | Self::Avx512(_) => x86::Avx512::<false>::WIDE,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(_) => x86::Avx2::WIDE,
             Self::Portable(_) => Portable::WIDE,
@@ -181,10 +240,20 @@ impl Machine {
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(s) => s.run(kernel),
+            Self::Amx(s, ..) | Self::Avx512Vnni(s, _) | Self::Avx512(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(s) => s.run(kernel),
             Self::Portable(s) => s.run(kernel),
+        }
+    }
+
+    /// As [`Self::run`], with the instructions for products of bytes where there are any.
+    #[inline]
+    pub(crate) fn run_on_bytes<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_, s, _) | Self::Avx512Vnni(_, s) => s.run(kernel),
+            other => other.run(kernel),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::{Kernel, LANES, Lanes};
+use super::{DIGITS, GROUPS, Kernel, LANES, Lanes};
 
 /// Needs nothing from the machine.
 #[derive(Debug, Clone, Copy)]
@@ -126,6 +126,83 @@ impl Lanes for Portable {
     #[inline(always)]
     fn pow2_of_rounded(self, magic: F) -> F {
         magic.map(|m| f32::from_bits((m.to_bits() << 23).wrapping_add(0x3f80_0000)))
+    }
+
+    #[inline(always)]
+    fn splat_int(self, x: i32) -> I {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn add_int(self, a: I, b: I) -> I {
+        std::array::from_fn(|l| a[l].wrapping_add(b[l]))
+    }
+    #[inline(always)]
+    fn and_int(self, a: I, b: I) -> I {
+        std::array::from_fn(|l| a[l] & b[l])
+    }
+    #[inline(always)]
+    fn max_int(self, a: I, b: I) -> I {
+        std::array::from_fn(|l| a[l].max(b[l]))
+    }
+    #[inline(always)]
+    fn shift_left(self, v: I, shift: u32) -> I {
+        v.map(|x| x << shift)
+    }
+    #[inline(always)]
+    fn shift_right(self, v: I, shift: u32) -> I {
+        v.map(|x| x >> shift)
+    }
+    #[inline(always)]
+    fn bits(self, v: F) -> I {
+        v.map(|x| x.to_bits() as i32)
+    }
+    #[inline(always)]
+    fn to_int(self, v: F) -> I {
+        v.map(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    fn part_lanes(self, v: I) -> I {
+        std::array::from_fn(|l| v[l / 8 * 8 + l % 4 * 2 + l % 8 / 4])
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut u8, v: I) {
+        // SAFETY: the caller promises 16 writable bytes.
+        unsafe { p.cast::<[u8; LANES]>().write_unaligned(v.map(|x| x as u8)) };
+    }
+    #[inline(always)]
+    unsafe fn store_int(self, p: *mut u32, v: I) {
+        // SAFETY: the caller promises 16 writable u32.
+        unsafe { p.cast::<I>().write_unaligned(v) };
+    }
+    #[inline(always)]
+    fn sum_int(self, v: I) -> i32 {
+        v.iter().fold(0, |sum, x| sum.wrapping_add(*x))
+    }
+    #[inline(always)]
+    fn greatest_int(self, v: I) -> i32 {
+        v.iter().fold(i32::MIN, |most, x| most.max(*x))
+    }
+
+    #[inline(always)]
+    unsafe fn nibble_sums<const R: usize>(self, words: *const u8, rows: [*const u8; R]) -> [I; R] {
+        // SAFETY: the caller promises four vectors of words.
+        let words = unsafe { words.cast::<[[u32; LANES]; 4]>().read_unaligned() };
+        rows.map(|row| {
+            // SAFETY: the caller promises the digits of a block.
+            let digits = unsafe { row.cast::<[i8; DIGITS]>().read_unaligned() };
+            let mut sums = [0i32; LANES];
+            for group in 0..GROUPS {
+                for j in 0..4 {
+                    let digit = |place: usize| i32::from(digits[(place * GROUPS + group) * 4 + j]);
+                    let q = digit(0) * 65_536 + digit(1) * 256 + digit(2);
+                    let shift = 4 * (group % 2 + 2 * j);
+                    for (sum, word) in sums.iter_mut().zip(&words[group / 2]) {
+                        *sum = sum.wrapping_add(((word >> shift) & 15) as i32 * q);
+                    }
+                }
+            }
+            sums
+        })
     }
 
     #[inline(always)]
