@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use super::Target;
 use crate::cpu::memory::FloatArray;
 use crate::cpu::packed::tile::TileFormat;
-use crate::cpu::packed::{decode, with_tile_format};
+use crate::cpu::packed::{decode, with_float_format};
 use crate::cpu::simd::{Kernel, LANES, Lanes, Machine};
 use crate::cpu::threads::ThreadPool;
 use crate::error::KernelError;
@@ -65,7 +65,7 @@ pub(super) fn run(
                 std::panic::panic_any(e.to_string());
             }
             let (weights, sums) = work.as_mut_slice().split_at_mut(CHUNK * width);
-            with_tile_format!(target.weight.format, T => machine.run(Matrix::<T> {
+            with_float_format!(target.weight.format, T => machine.run(Matrix::<T> {
                 target,
                 task,
                 x,

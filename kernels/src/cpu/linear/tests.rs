@@ -107,6 +107,35 @@ fn bits_do_not_depend_on_rows_threads_or_instruction_set() {
     }
 }
 
+/// Rows that go through all tasks of a large step, each as if alone.
+#[test]
+fn thousands_of_rows_give_the_bits_of_one() {
+    let pool = ThreadPool::new(2).unwrap();
+    let rows = 2_077;
+    for (format, n, k) in [(WeightFormat::Q4_1, 50, 96), (WeightFormat::Q4_K, 17, 256), (WeightFormat::Q4_0, 16, 32)] {
+        let weight = packed(format, n, k, &random_rows(format, n, k, 31), &pool);
+        let mut x = floats(rows * k, 32);
+        // Rows of other sizes, one of zeros, and one that is not a number.
+        for (r, row) in x.chunks_exact_mut(k).enumerate() {
+            let size = [1.0, 1e-20, 3e15, 0.0][r % 4];
+            row.iter_mut().for_each(|x| *x *= size);
+        }
+        x[1_000 * k + 5] = f32::NAN;
+        for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Portable) {
+            let got = product(isa, &pool, &weight, None, &x, rows);
+            for r in (0..rows).step_by(13).chain([1_000, rows - 1]) {
+                let alone = product(isa, &pool, &weight, None, &x[r * k..][..k], 1);
+                let row = &got[r * n..][..n];
+                if r == 1_000 {
+                    assert!(row.iter().chain(&alone).all(|y| y.is_nan()), "{isa:?} {format:?}");
+                    continue;
+                }
+                assert!(row.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?} {format:?} row {r}");
+            }
+        }
+    }
+}
+
 #[test]
 fn products_in_one_call_equal_products_alone() {
     let pool = ThreadPool::new(2).unwrap();

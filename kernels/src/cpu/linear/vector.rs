@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::Target;
 use crate::cpu::packed::tile::{STEP, TileFormat};
-use crate::cpu::packed::with_tile_format;
+use crate::cpu::packed::with_float_format;
 use crate::cpu::simd::{Kernel, Lanes, Machine, prefetch};
 use crate::cpu::threads::ThreadPool;
 use crate::error::KernelError;
@@ -43,7 +43,7 @@ pub(super) fn run(
     pool.run("linear", tasks.len(), &|index| {
         let task = &tasks[index];
         let target = &targets[task.target];
-        with_tile_format!(target.weight.format, T => machine.run(Vector::<T> {
+        with_float_format!(target.weight.format, T => machine.run(Vector::<T> {
             target,
             x,
             rows,

@@ -37,6 +37,32 @@ macro_rules! with_tile_format {
 }
 pub(super) use with_tile_format;
 
+/// As `with_tile_format`, for the formats that products take as f32; the others are multiplied as integers.
+macro_rules! with_float_format {
+    ($format:expr, $T:ident => $body:expr) => {{
+        use $crate::cpu::packed::tile;
+        use $crate::format::WeightFormat;
+        macro_rules! arm {
+            ($name:ident) => {{
+                type $T = tile::$name;
+                $body
+            }};
+        }
+        match $format {
+            WeightFormat::F32 => arm!(F32),
+            WeightFormat::F16 => arm!(F16),
+            WeightFormat::BF16 => arm!(BF16),
+            WeightFormat::Q8_0 => arm!(Q8_0),
+            WeightFormat::Q5_K => arm!(Q5_K),
+            WeightFormat::Q6_K => arm!(Q6_K),
+            WeightFormat::Q4_0 | WeightFormat::Q4_1 | WeightFormat::Q4_K => {
+                unreachable!("products with {} are of integers", $format.name())
+            }
+        }
+    }};
+}
+pub(super) use with_float_format;
+
 /// A weight matrix in tiles of 16 rows; see [`tile`].
 pub(super) struct PackedWeight {
     pub(super) shape: MatrixShape,

@@ -51,12 +51,111 @@ impl Kernel for AllOps<'_> {
                     push(format!("6 bits {j} {bit}"), s.to_array(s.nibble_and_2(words, 4 * j, high, bit)));
                 }
             }
+            let ints = |v: S::I| {
+                let mut out = [0; LANES];
+                s.store_int(out.as_mut_ptr(), v);
+                out.map(f32::from_bits)
+            };
+            push("splat_int".into(), ints(s.splat_int(-7)));
+            push("add_int".into(), ints(s.add_int(words, high)));
+            push("and_int".into(), ints(s.and_int(words, high)));
+            push("max_int".into(), ints(s.max_int(words, high)));
+            for shift in [0, 1, 12, 31] {
+                push(format!("left {shift}"), ints(s.shift_left(words, shift)));
+                push(format!("right {shift}"), ints(s.shift_right(words, shift)));
+            }
+            push("bits".into(), ints(s.bits(a)));
+            push("to_int".into(), ints(s.to_int(s.mul(a, s.splat(2.5)))));
+            push("part_lanes".into(), ints(s.part_lanes(words)));
+            push("sum_int".into(), ints(s.splat_int(s.sum_int(s.shift_right(words, 4)))));
+            push("greatest_int".into(), ints(s.splat_int(s.greatest_int(words))));
+            let mut bytes = [0u8; 4 * LANES];
+            s.store_bytes(bytes.as_mut_ptr().add(3), words);
+            push("store_bytes".into(), s.to_array(s.load(bytes.as_ptr().cast())));
             for n in (-126i32..=127).step_by(16) {
                 let magic: [f32; LANES] = std::array::from_fn(|l| (n + l as i32).min(127) as f32 + 12_582_912.0);
                 push(format!("pow2 {n}"), s.to_array(s.pow2_of_rounded(s.load(magic.as_ptr()))));
             }
         }
         out
+    }
+}
+
+/// Sums of nibbles and integers for one, two and three rows.
+struct NibbleSums<'a> {
+    words: &'a [u32; 4 * LANES],
+    rows: &'a [[i8; DIGITS]; 3],
+}
+
+impl Kernel for NibbleSums<'_> {
+    type Output = Vec<[u32; LANES]>;
+
+    #[inline(always)]
+    fn call<S: Lanes>(self, s: S) -> Self::Output {
+        let rows = self.rows.each_ref().map(|row| row.as_ptr().cast::<u8>());
+        let words = self.words.as_ptr().cast();
+        let mut out = Vec::new();
+        // SAFETY: words and digits are whole, and each array has room for 16 integers.
+        unsafe {
+            let (one, two, three) =
+                (s.nibble_sums(words, [rows[0]]), s.nibble_sums(words, [rows[0], rows[1]]), s.nibble_sums(words, rows));
+            for sum in one.into_iter().chain(two).chain(three) {
+                let mut lanes = [0; LANES];
+                s.store_int(lanes.as_mut_ptr(), sum);
+                out.push(lanes);
+            }
+        }
+        out
+    }
+}
+
+#[test]
+fn sums_of_nibbles_are_exact_up_to_the_greatest() {
+    let element = |group: usize, j: usize| 8 * (group / 2) + group % 2 + 2 * j;
+    let mut random = 1u32;
+    let mut next = move || {
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        random >> 8
+    };
+    for case in 0..40 {
+        let words: [u32; 4 * LANES] =
+            std::array::from_fn(|_| if case < 4 { u32::MAX } else { next() ^ next().rotate_left(8) });
+        // The greatest integers of either sign, and others.
+        let q: [[i32; 32]; 3] = std::array::from_fn(|_| {
+            std::array::from_fn(|_| match case {
+                0 => 1 << 22,
+                1 => -(1 << 22),
+                2 => -0x8080,
+                3 => 0x7F7F,
+                _ => next() as i32 % (1 << 23) - (1 << 22),
+            })
+        });
+        let rows = q.map(|q| {
+            let mut digits = [0i8; DIGITS];
+            for (group, j) in (0..GROUPS).flat_map(|group| (0..4).map(move |j| (group, j))) {
+                let mut rest = q[element(group, j)];
+                for place in [2, 1, 0] {
+                    digits[(place * GROUPS + group) * 4 + j] = rest as i8;
+                    rest = (rest - i32::from(rest as i8)) / 256;
+                }
+            }
+            digits
+        });
+        let expected: Vec<[u32; LANES]> = [0, 0, 1, 0, 1, 2]
+            .into_iter()
+            .map(|row: usize| {
+                std::array::from_fn(|lane| {
+                    let nibble = |k: usize| i64::from(words[k / 8 * LANES + lane] >> (4 * (k % 8)) & 15);
+                    (0..32).map(|k| nibble(k) * i64::from(q[row][k])).sum::<i64>() as u32
+                })
+            })
+            .collect();
+        for (isa, machine) in machines() {
+            let got = machine.run(NibbleSums { words: &words, rows: &rows });
+            assert_eq!(got, expected, "{} case {case}", isa.name());
+            let got = machine.run_on_bytes(NibbleSums { words: &words, rows: &rows });
+            assert_eq!(got, expected, "{} case {case}, on bytes", isa.name());
+        }
     }
 }
 
