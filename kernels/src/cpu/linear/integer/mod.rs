@@ -38,8 +38,8 @@ use crate::format::WeightFormat;
 /// Elements of k that share a scale.
 const BLOCK: usize = 32;
 
-/// Row groups of 16 that a task takes, so that their integers stay in its core's cache.
-const TASK_GROUPS: usize = 8;
+/// Row groups of 16 that a task takes. Few, so that their integers stay in the nearest caches: weights are unpacked anew for each.
+const TASK_GROUPS: usize = 2;
 
 /// Calls `$body` with the type `$T` bound to the [`NibbleFormat`](crate::cpu::packed::tile::NibbleFormat) of `$format`.
 macro_rules! with_nibble_format {
