@@ -13,6 +13,7 @@
 //! the same logits, bit for bit. [`Device::numerics_id`] names the arithmetic; two devices with
 //! the same id give the same bits.
 
+mod collective;
 pub mod cpu;
 mod device;
 mod error;
@@ -23,6 +24,7 @@ mod pages;
 mod rope;
 pub mod rowmath;
 
+pub use collective::{Collective, InProcess, RankGroup};
 pub use cpu::plan::{StepPlan, StepSpan};
 pub use device::{AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
 pub use error::KernelError;

@@ -65,6 +65,16 @@ pub enum ModelError {
         /// The feature asked for.
         what: String,
     },
+    /// The model's sizes can't be dealt out to that many tensor-parallel ranks.
+    #[error("{path}: can't be spread over {ranks} ranks: {what}")]
+    Ranks {
+        /// The file.
+        path: PathBuf,
+        /// The ranks asked for.
+        ranks: usize,
+        /// What does not divide.
+        what: String,
+    },
     /// The tokenizer could not be built, or could not encode a text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),

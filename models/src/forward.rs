@@ -129,14 +129,23 @@ impl Logits {
     }
 }
 
-/// Called by a forward pass between layers, on the thread that runs it.
-pub trait LayerHooks {
+/// Called by a forward pass between layers, on the thread that runs it. With several ranks, each of them calls from a thread of its own.
+pub trait LayerHooks: Sync {
     /// Before `layer` reads or writes the KV pool. It may wait, for example until the pages of
     /// that layer have arrived; an error stops the pass, and the pages of its chunks are then
     /// undefined from `start` on.
     fn before_layer(&self, layer: usize) -> Result<(), ModelError> {
         let _ = layer;
         Ok(())
+    }
+
+    /// As [`LayerHooks::before_layer`], of one of several ranks and its pools.
+    ///
+    /// # Errors
+    /// As [`LayerHooks::before_layer`]; the pass then stops on all ranks.
+    fn before_layer_of(&self, rank: usize, layer: usize) -> Result<(), ModelError> {
+        let _ = rank;
+        self.before_layer(layer)
     }
 }
 

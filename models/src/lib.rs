@@ -14,6 +14,7 @@ pub mod gguf;
 pub mod hf;
 mod load;
 mod pools;
+mod ranks;
 mod spec;
 mod stop;
 mod template;

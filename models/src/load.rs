@@ -4,14 +4,16 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvdock_kernels::Device;
+use kvdock_kernels::{Device, InProcess, RankGroup};
 use memmap2::Mmap;
 
 use crate::checkpoint::Checkpoint;
 use crate::digest::{Digests, Progress};
-use crate::families::{self, Build};
+use crate::families::blocks::share::Share;
+use crate::families::{self, Build, Parts};
 use crate::gguf::Gguf;
 use crate::hf::HfFolder;
+use crate::ranks::RankedModel;
 use crate::stop::stop_ids;
 use crate::template::ChatTemplate;
 use crate::tokenizer::{Tokenizer, token_key};
@@ -27,12 +29,14 @@ pub struct LoadOptions<'a> {
     /// Keeps rows of the cache packed in eight bits with scales, for a family whose published code does so; another one
     /// is refused. Packed rows give other logits than rows in the cache's element type, and as reproducible ones.
     pub packed_rows: bool,
+    /// Devices of further tensor-parallel ranks, which compute the model together with `device`. None: it runs on `device` alone.
+    pub further_ranks: Vec<Arc<dyn Device>>,
 }
 
 impl LoadOptions<'_> {
     /// Options that tell nobody about the progress.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, progress: &|_, _| {}, packed_rows: false }
+        Self { device, progress: &|_, _| {}, packed_rows: false, further_ranks: Vec::new() }
     }
 }
 
@@ -156,6 +160,9 @@ fn finish(
     options: &LoadOptions<'_>,
 ) -> Result<LoadedModel, ModelError> {
     let family = families::find(checkpoint)?;
+    let devices: Vec<&Arc<dyn Device>> = std::iter::once(&options.device).chain(&options.further_ranks).collect();
+    let group = RankGroup::new(devices.len());
+    let shares: Vec<Share> = InProcess::ranks(&group).into_iter().map(Share::new).collect();
     let progress = Progress::new(options.progress, digests.total_bytes());
     let hashed = progress.hashed();
     let (parts, weights_digest) = std::thread::scope(|scope| {
@@ -165,13 +172,17 @@ fn finish(
             loading.unpark();
             digest
         });
-        let parts = (family.build)(&Build {
-            checkpoint,
-            device: &options.device,
-            progress: &progress,
-            tokens: tokenizer.vocab_size(),
-            packed_rows: options.packed_rows,
-        });
+        let build = |(device, share): (&Arc<dyn Device>, &Share)| {
+            (family.build)(&Build {
+                checkpoint,
+                device,
+                share,
+                progress: &progress,
+                tokens: tokenizer.vocab_size(),
+                packed_rows: options.packed_rows,
+            })
+        };
+        let parts: Result<Vec<Parts>, ModelError> = devices.iter().copied().zip(&shares).map(build).collect();
         if parts.is_err() {
             progress.cancel();
         }
@@ -185,7 +196,13 @@ fn finish(
         });
         Ok::<_, ModelError>((parts?, digest?))
     })?;
-    let geometry = parts.geometry;
+    let geometry = match parts.first() {
+        Some(first) if parts.iter().all(|rank| rank.geometry == first.geometry) => first.geometry.clone(),
+        _ => {
+            let what = "its layers leave other pages on other ranks".to_owned();
+            return Err(ModelError::Ranks { path: checkpoint.path().to_path_buf(), ranks: parts.len(), what });
+        }
+    };
     let packs = |pool: &PoolDecl| matches!(pool.layout, PoolLayout::PackedRows { .. } | PoolLayout::PackedKeys { .. });
     if options.packed_rows && !geometry.pools.iter().any(packs) {
         return Err(ModelError::Unsupported {
@@ -215,13 +232,22 @@ fn finish(
         pools: geometry.pools,
         draft_pools: geometry.draft_pools,
         page_multiple: geometry.page_multiple,
+        ranks: 1,
         bos: identity.bos,
         eos: stop_ids(identity.listed, &tokenizer, template.as_ref()),
         generation: identity.generation,
         weights_digest,
         numerics_id: options.device.numerics_id().to_owned(),
     };
-    let model = (parts.finish)(spec);
+    let mut ranks: Vec<Arc<dyn Model>> = parts.into_iter().map(|rank| (rank.finish)(spec.clone())).collect();
+    let model = match (ranks.len(), ranks.pop()) {
+        (1, Some(model)) => model,
+        (_, last) => {
+            ranks.extend(last);
+            let model = RankedModel::new(spec, ranks, group);
+            Arc::new(model.map_err(|source| ModelError::Io { path: checkpoint.path().to_path_buf(), source })?)
+        }
+    };
     progress.finish();
     Ok(LoadedModel { model, tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
 }

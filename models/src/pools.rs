@@ -163,6 +163,12 @@ impl PoolDecl {
         self.layout != PoolLayout::None
     }
 
+    /// Whether all tensor-parallel ranks of a model hold the same bytes of it. Heads and states of heads are dealt out to them (and where
+    /// several share a KV head, each has it to itself); what all heads read, latents, index keys and what compressors make, each rank has whole.
+    pub fn replicated(&self) -> bool {
+        !matches!(self.layout, PoolLayout::Heads { .. }) && self.kind != PoolKind::Recurrent
+    }
+
     /// Units of a page of `page_tokens` tokens: tokens, rows, or 1 for a slot.
     pub fn page_units(&self, page_tokens: usize) -> usize {
         match self.layout {
@@ -255,6 +261,8 @@ pub struct PoolSet {
     decls: Vec<PoolDecl>,
     sizes: PoolSizes,
     memory: Vec<PoolMemory>,
+    /// The same of the ranks after the first.
+    further: Vec<PoolSet>,
 }
 
 impl PoolSet {
@@ -290,7 +298,36 @@ impl PoolSet {
                 })?)),
             });
         }
-        Ok(Self { decls: decls.to_vec(), sizes, memory })
+        Ok(Self { decls: decls.to_vec(), sizes, memory, further: Vec::new() })
+    }
+
+    /// As [`PoolSet::allocate`], for a model of several ranks: memory of each rank's pools on its device.
+    ///
+    /// # Errors
+    /// As [`PoolSet::allocate`]; no device.
+    pub fn allocate_ranks(
+        devices: &[Arc<dyn Device>],
+        decls: &[PoolDecl],
+        sizes: PoolSizes,
+    ) -> Result<Self, ModelError> {
+        let mut ranks = devices.iter().map(|device| Self::allocate(device.as_ref(), decls, sizes));
+        let first = ranks.next().ok_or_else(|| ModelError::Batch("pools on no device".to_owned()))??;
+        Ok(Self { further: ranks.collect::<Result<_, _>>()?, ..first })
+    }
+
+    /// Ranks whose pools these are.
+    pub fn rank_count(&self) -> usize {
+        1 + self.further.len()
+    }
+
+    /// The pools of one rank. Those of the first are the set itself.
+    ///
+    /// # Errors
+    /// A rank that is not there.
+    pub fn rank(&self, rank: usize) -> Result<&PoolSet, ModelError> {
+        let further = || rank.checked_sub(1).and_then(|index| self.further.get(index));
+        let found = if rank == 0 { Some(self) } else { further() };
+        found.ok_or_else(|| ModelError::Batch(format!("rank {rank} of the pools of {} ranks", self.rank_count())))
     }
 
     /// The declarations it was made for.
@@ -303,17 +340,17 @@ impl PoolSet {
         &self.sizes
     }
 
-    /// Memory of the pool declared at `index`.
+    /// Memory of the pool declared at `index`, of the first rank.
     pub fn memory(&self, index: usize) -> Option<&PoolMemory> {
         self.memory.get(index)
     }
 
-    /// Memory of the pool called `name`.
+    /// Memory of the pool called `name`, of the first rank.
     pub fn named(&self, name: &str) -> Option<&PoolMemory> {
         self.memory.get(self.decls.iter().position(|decl| decl.name == name)?)
     }
 
-    /// Copies the state in slot `from` to slot `to`, in every pool of slots: a saved state is never computed on, so a
+    /// Copies the state in slot `from` to slot `to`, in every pool of slots of every rank: a saved state is never computed on, so a
     /// request that resumes from one gets a copy.
     ///
     /// # Errors
@@ -324,7 +361,7 @@ impl PoolSet {
                 pool.copy_page(from, to)?;
             }
         }
-        Ok(())
+        self.further.iter().try_for_each(|rank| rank.copy_slot(from, to))
     }
 
     /// The pages of bytes of the pool at `index`. For models.

@@ -91,6 +91,9 @@ pub struct ModelSpec {
     pub draft_pools: Vec<PoolDecl>,
     /// Tokens that a page must hold a multiple of.
     pub page_multiple: usize,
+    /// Tensor-parallel ranks that compute it. With several, [`ModelSpec::pools`] are those of each rank, and the model runs over a
+    /// [`crate::PoolSet`] of as many ranks.
+    pub ranks: usize,
     /// Token that starts a text, where the model has one.
     pub bos: Option<u32>,
     /// All tokens that end a generation, ascending: end of text and end of turn, from the config, the

@@ -1,5 +1,7 @@
 //! Tensors as they lie in a checkpoint, whatever its format.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::path::Path;
 
 pub use kvdock_kernels::WeightFormat;
@@ -21,7 +23,30 @@ pub struct RawTensor<'a> {
     pub data: &'a [u8],
 }
 
-impl RawTensor<'_> {
+impl<'a> RawTensor<'a> {
+    /// The bytes of `rows` and `cols` of this matrix.
+    ///
+    /// # Errors
+    /// When the columns do not begin and end between blocks.
+    pub(crate) fn cut(&self, rows: Range<usize>, cols: Range<usize>) -> Result<Cow<'a, [u8]>, ModelError> {
+        let width = self.shape.last().copied().unwrap_or_default();
+        let bytes = |cols: usize| {
+            self.format.row_bytes(cols).ok_or_else(|| {
+                let (name, block) = (self.format.name(), self.format.block_elements());
+                self.error(
+                    format!("columns that ranks can share in whole {name} blocks of {block}"),
+                    format!("a share that ends at column {cols} of {width}"),
+                )
+            })
+        };
+        let (row, from, to) = (bytes(width)?, bytes(cols.start)?, bytes(cols.end)?);
+        let all = self.data.get(rows.start * row..rows.end * row).unwrap_or_default();
+        if (from, to) == (0, row) {
+            return Ok(Cow::Borrowed(all));
+        }
+        Ok(Cow::Owned(all.chunks_exact(row.max(1)).flat_map(|row| row[from..to].iter().copied()).collect()))
+    }
+
     /// Fails unless the shape is `expected`.
     ///
     /// # Errors

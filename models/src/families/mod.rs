@@ -8,6 +8,7 @@ mod decoder;
 mod deepseek_v4;
 mod dense;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use kvdock_kernels::Device;
@@ -16,6 +17,7 @@ pub use crate::checkpoint::Checkpoint;
 use crate::digest::Progress;
 use crate::spec::KvGeometry;
 use crate::{Model, ModelError, ModelSpec, PoolDecl};
+use blocks::share::Share;
 
 /// A family of models: the architecture names it runs, and how it is built.
 pub struct Family {
@@ -41,6 +43,8 @@ pub struct Build<'a> {
     pub tokens: usize,
     /// As [`crate::LoadOptions::packed_rows`].
     pub packed_rows: bool,
+    /// Which rank's part is built.
+    pub(crate) share: &'a Share,
     pub(crate) progress: &'a Progress<'a>,
 }
 
@@ -48,6 +52,11 @@ impl Build<'_> {
     /// To be called after each upload, with the bytes it took from the file.
     pub fn uploaded(&self, bytes: usize) {
         self.progress.uploaded(bytes);
+    }
+
+    /// The file that a refusal to spread the model names.
+    pub(crate) fn config_path(&self) -> &Path {
+        self.checkpoint.config_path()
     }
 }
 

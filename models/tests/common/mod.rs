@@ -20,6 +20,19 @@ pub fn device() -> Arc<dyn Device> {
     Arc::clone(DEVICE.get_or_init(|| Arc::new(CpuDevice::new(2).unwrap())))
 }
 
+/// Devices of `count` ranks, the first being [`device`].
+pub fn devices(count: usize) -> Vec<Arc<dyn Device>> {
+    static FURTHER: OnceLock<Vec<Arc<dyn Device>>> = OnceLock::new();
+    let further =
+        FURTHER.get_or_init(|| (0..3).map(|_| Arc::new(CpuDevice::new(1).unwrap()) as Arc<dyn Device>).collect());
+    std::iter::once(device()).chain(further.iter().cloned()).take(count).collect()
+}
+
+/// Loads onto the devices of `ranks` ranks.
+pub fn try_load_ranks(path: &Path, ranks: usize) -> Result<LoadedModel, ModelError> {
+    load(path, &LoadOptions { further_ranks: devices(ranks)[1..].to_vec(), ..LoadOptions::new(device()) })
+}
+
 /// Loads onto [`device`].
 pub fn try_load(path: &Path) -> Result<LoadedModel, ModelError> {
     load(path, &LoadOptions::new(device()))

@@ -5,7 +5,7 @@ use kvdock_models::{
     LoadedModel, Logits, NO_PAGE, NoHooks, PageSource, PoolSet, PoolSizes, PooledBatch, PooledChunk, StateSave, Want,
 };
 
-use super::{argmax, device};
+use super::{argmax, devices};
 
 /// Where a sequence lies in the pools.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,7 +42,7 @@ impl PoolSession {
     pub fn new(loaded: LoadedModel, dtype: KvDtype, page: usize, pages: usize) -> Self {
         let spec = loaded.spec();
         let sizes = PoolSizes { page_tokens: page, anchor_pages: pages, window_pages: pages, slots: 16, dtype };
-        let pools = PoolSet::allocate(device().as_ref(), &spec.pools, sizes).unwrap();
+        let pools = PoolSet::allocate_ranks(&devices(spec.ranks), &spec.pools, sizes).unwrap();
         let trailing =
             spec.pools.iter().filter(|pool| pool.source == PageSource::Window).find_map(|pool| match pool.hit {
                 kvdock_models::HitPolicy::Trailing { tokens } => Some(tokens),

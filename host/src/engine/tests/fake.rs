@@ -118,6 +118,7 @@ impl FakeModel {
                 pools: vec![KV.declared()],
                 draft_pools: Vec::new(),
                 page_multiple: 1,
+                ranks: 1,
                 bos: None,
                 eos: vec![EOS],
                 generation: GenerationDefaults::default(),

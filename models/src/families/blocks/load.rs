@@ -3,11 +3,14 @@
 //! Weights of eight and four bits are widened when they are loaded: to bf16 where that holds every value exactly (scales
 //! that are powers of two), else to f32. That costs memory, not exactness.
 
+use std::ops::Range;
+
 use kvdock_kernels::{Buf, MatrixShape, Weight, WeightData, WeightFormat, dequantize};
 use safetensors::Dtype;
 
 use super::Linear;
 use super::narrow::{bf16_bytes, e4m3, e8m0, mxfp4};
+use super::share::{Cut, Share};
 use crate::ModelError;
 use crate::checkpoint::Checkpoint;
 use crate::families::Build;
@@ -60,6 +63,36 @@ impl<'a> Loader<'a> {
     /// The folder's `config.json`.
     pub(crate) fn config(&self) -> &'a JsonFile {
         self.folder.config()
+    }
+
+    /// Which rank's part is loaded.
+    pub(crate) fn share(&self) -> &'a Share {
+        self.build.share
+    }
+
+    /// This rank's part of `total` things called `what`.
+    pub(crate) fn deal(&self, total: usize, what: &str) -> Result<Range<usize>, ModelError> {
+        self.build.share.deal(self.build.config_path(), total, what)
+    }
+
+    /// As [`Share::kv_heads`].
+    pub(crate) fn deal_kv_heads(&self, kv_heads: usize) -> Result<Range<usize>, ModelError> {
+        self.build.share.kv_heads(self.build.config_path(), kv_heads)
+    }
+
+    /// As [`Share::head_groups`].
+    pub(crate) fn deal_head_groups(
+        &self,
+        heads: usize,
+        groups: usize,
+    ) -> Result<(Range<usize>, Range<usize>), ModelError> {
+        self.build.share.head_groups(self.build.config_path(), heads, groups)
+    }
+
+    /// This rank's rows of a matrix with a row for each of `vocab` tokens.
+    pub(crate) fn vocabulary(&self, name: &str, vocab: usize, hidden: usize) -> Result<Weight, ModelError> {
+        let held = self.build.share.vocab(self.build.config_path(), vocab)?;
+        self.part(name, (vocab, hidden), &Cut::Rows(held))
     }
 
     pub(crate) fn device(&self) -> &dyn kvdock_kernels::Device {
@@ -136,32 +169,55 @@ impl<'a> Loader<'a> {
 
     /// A matrix of any known format.
     pub(crate) fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
+        self.part(name, (rows, cols), &Cut::Whole)
+    }
+
+    /// A part of a matrix of any known format.
+    pub(crate) fn part(&self, name: &str, (rows, cols): (usize, usize), cut: &Cut) -> Result<Weight, ModelError> {
         let tensor = self.any(name, &[rows, cols])?;
         if matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
             tensor.expect_shape(&[rows, cols])?;
             let tensor = tensor.plain()?;
+            let (rows, cols) = cut.of(rows, cols);
+            let shape = MatrixShape { rows: rows.len(), cols: cols.len() };
+            let bytes = tensor.cut(rows, cols)?;
             let weight = self.device().upload_weight(&WeightData {
                 name: &tensor.name,
-                shape: MatrixShape { rows, cols },
+                shape,
                 format: tensor.format,
-                bytes: tensor.data,
+                bytes: &bytes,
                 row_order: None,
             })?;
-            self.build.uploaded(tensor.data.len());
+            self.build.uploaded(bytes.len());
             return Ok(weight);
         }
         let values = self.values(name, rows, cols)?;
-        self.upload(name, rows, cols, &values)
+        self.upload_part(name, (rows, cols), &values, cut)
     }
 
     /// The matrix `base.weight`, and `base.bias` where the model has one.
     pub(crate) fn linear(&self, base: &str, rows: usize, cols: usize, bias: bool) -> Result<Linear, ModelError> {
-        let weight = self.matrix(&format!("{base}.weight"), rows, cols)?;
+        self.linear_part(base, (rows, cols), &Cut::Whole, bias)
+    }
+
+    /// As [`Loader::linear`], a part of it.
+    pub(crate) fn linear_part(
+        &self,
+        base: &str,
+        shape: (usize, usize),
+        cut: &Cut,
+        bias: bool,
+    ) -> Result<Linear, ModelError> {
+        let weight = self.part(&format!("{base}.weight"), shape, cut)?;
         let name = format!("{base}.bias");
-        if !bias && let Some(tensor) = self.folder.stored(&name)? {
-            return Err(tensor.error("no bias by the model's configuration", "one"));
+        if !bias {
+            return match self.folder.stored(&name)? {
+                Some(tensor) => Err(tensor.error("no bias by the model's configuration", "one")),
+                None => Ok(Linear { weight, bias: None }),
+            };
         }
-        Ok(Linear { weight, bias: if bias { Some(self.vector(&name, rows)?) } else { None } })
+        let bias = self.build.share.bias(cut, self.floats(&name, &[shape.0])?);
+        Ok(Linear { weight, bias: bias.map(|bias| self.device().upload(&bias)).transpose()? })
     }
 
     /// Values of a matrix of any known format.
@@ -232,6 +288,22 @@ impl<'a> Loader<'a> {
         Ok(self.device().upload_weight(&WeightData { name, shape, format, bytes: &bytes, row_order: None })?)
     }
 
+    /// Uploads a part of a matrix of `rows` x `cols` values.
+    pub(crate) fn upload_part(
+        &self,
+        name: &str,
+        (rows, cols): (usize, usize),
+        values: &Values,
+        cut: &Cut,
+    ) -> Result<Weight, ModelError> {
+        if *cut == Cut::Whole {
+            return self.upload(name, rows, cols, values);
+        }
+        let (held, columns) = cut.of(rows, cols);
+        let part = values.rows(cols, held.clone()).columns(cols, columns.clone());
+        self.upload(name, held.len(), columns.len(), &part)
+    }
+
     /// The matrix at `index` of a tensor of `[count, rows, cols]` plain floats.
     pub(crate) fn slice(
         &self,
@@ -274,6 +346,12 @@ impl Values {
     /// Rows `order[i]` of these, each `cols` wide.
     pub(crate) fn rows(&self, cols: usize, order: impl Iterator<Item = usize>) -> Values {
         let values = order.flat_map(|row| self.values[row * cols..][..cols].iter().copied()).collect();
+        Values { values, exact_in_bf16: self.exact_in_bf16 }
+    }
+
+    /// Columns of these rows, each `cols` wide.
+    fn columns(&self, cols: usize, part: Range<usize>) -> Values {
+        let values = self.values.chunks_exact(cols).flat_map(|row| row[part.clone()].iter().copied()).collect();
         Values { values, exact_in_bf16: self.exact_in_bf16 }
     }
 

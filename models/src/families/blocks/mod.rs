@@ -10,6 +10,7 @@ pub(crate) mod load;
 pub(crate) mod moe;
 pub(crate) mod narrow;
 pub(crate) mod rows;
+pub(crate) mod share;
 pub(crate) mod step;
 
 use std::sync::{Mutex, PoisonError};

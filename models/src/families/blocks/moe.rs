@@ -145,17 +145,21 @@ fn keep_groups(scores: &mut [f32], groups: usize, chosen: usize) {
 /// Experts behind a router, and an MLP that all rows share.
 pub(crate) struct Moe {
     pub(crate) router: Router,
+    /// Experts of the ranks before this one.
+    pub(crate) first: usize,
+    /// The experts that this rank holds.
     pub(crate) experts: Vec<Mlp>,
+    /// This rank's columns of the shared MLP.
     pub(crate) shared: Option<Mlp>,
     /// `[1, hidden]`: the shared MLP is weighted with the sigmoid of its product.
     pub(crate) shared_gate: Option<Linear>,
 }
 
 impl Moe {
-    /// `y = shared(x) + Σ weight · expert(x)`. A row's experts are added in order of their numbers, whatever else is in
-    /// the step. `ids` are the rows' tokens.
+    /// `y = shared(x) + Σ weight · expert(x)`, of what this rank holds. A row's experts are added in order of their numbers, whatever
+    /// else is in the step. `ids` are the rows' tokens.
     pub(crate) fn apply(&self, device: &dyn Device, x: &Buf, rows: usize, ids: &[u32]) -> Result<Buf, ModelError> {
-        let count = self.experts.len();
+        let count = self.router.gate.rows();
         let hidden = x.len() / rows.max(1);
         let mut logits = self.router.gate.to_host(device, x, rows)?;
         let mut parts: Vec<Vec<(u32, f32)>> = vec![Vec::new(); count];
@@ -167,7 +171,9 @@ impl Moe {
         }
         let hidden = self.experts.first().map_or(hidden, |expert| expert.down.rows());
         let mut y = vec![0.0; rows * hidden];
-        for (expert, part) in self.experts.iter().zip(&parts).filter(|(_, part)| !part.is_empty()) {
+        for (expert, part) in
+            self.experts.iter().zip(parts.iter().skip(self.first)).filter(|(_, part)| !part.is_empty())
+        {
             let picked: Vec<u32> = part.iter().map(|(row, _)| *row).collect();
             let mut input = device.alloc(picked.len() * hidden)?;
             device.gather_rows(x, hidden, &picked, &mut input)?;

@@ -2,6 +2,7 @@
 
 use kvdock_kernels::{Buf, Device, Projection, SeqSpan, Weight};
 
+use super::share::Share;
 use crate::{ModelError, ModelSpec, NO_PAGE, PageSource, PoolDecl, PoolSet, PooledChunk, Want};
 
 /// Rows of logits computed at a time: bounds the buffer, changes no bit.
@@ -183,8 +184,12 @@ fn check_chunk(chunk: &PooledChunk<'_>, rules: &Rules<'_>) -> Result<(), String>
 /// Final norm and output matrix.
 pub(crate) struct Head<'a> {
     pub(crate) norm: &'a Buf,
+    /// What the rank holds of the output matrix.
     pub(crate) weight: &'a Weight,
+    /// Tokens of the vocabulary, over all ranks.
+    pub(crate) vocab: usize,
     pub(crate) eps: f32,
+    pub(crate) share: &'a Share,
 }
 
 impl Head<'_> {
@@ -196,19 +201,19 @@ impl Head<'_> {
         wanted: &[u32],
         out: &mut [f32],
     ) -> Result<(), ModelError> {
-        let (hidden, vocab) = (self.norm.len(), self.weight.shape().rows);
+        let (hidden, vocab) = (self.norm.len(), self.vocab);
         if wanted.is_empty() {
             return Ok(());
         }
         let rows = wanted.len().min(HEAD_ROWS);
         let (mut picked, mut normed) = (device.alloc(rows * hidden)?, device.alloc(rows * hidden)?);
-        let mut logits = device.alloc(rows * vocab)?;
+        let mut logits = device.alloc(self.share.logits_len(rows, vocab))?;
         for (rows, out) in wanted.chunks(HEAD_ROWS).zip(out.chunks_mut(HEAD_ROWS * vocab)) {
             device.gather_rows(x, hidden, rows, &mut picked)?;
             device.rms_norm(&picked, self.norm, self.eps, rows.len(), &mut normed)?;
             let mut product = [Projection { weight: self.weight, bias: None, out: &mut logits }];
             device.linear(&normed, rows.len(), &mut product)?;
-            device.read(&logits, 0, out)?;
+            self.share.gather_logits(device, &logits, rows.len(), vocab, out)?;
         }
         Ok(())
     }

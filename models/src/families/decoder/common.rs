@@ -6,6 +6,7 @@ use super::run::{Decoder, Net, Place};
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Activation, Mlp};
+use crate::families::blocks::share::Cut;
 use crate::families::{Build, Geometry, Parts};
 use crate::{KvGeometry, ModelError, PoolDecl};
 
@@ -84,8 +85,8 @@ impl Basics {
             draft_pools: Vec::new(),
             page_multiple: 1,
         };
-        let device = Arc::clone(build.device);
-        Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(Decoder { spec, net, device })) })
+        let (device, share) = (Arc::clone(build.device), build.share.clone());
+        Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(Decoder { spec, net, device, share })) })
     }
 
     /// Embedding, final norm and output matrix, below `prefix`; layers are still to come.
@@ -101,32 +102,43 @@ impl Basics {
         let further = format!("{prefix}.layers.{}.input_layernorm.weight", self.layers + self.predicting);
         loader.refuse_further_layer(&further, self.layers)?;
         Ok(Net {
-            embedding: loader.matrix(&format!("{prefix}.embed_tokens.weight"), self.vocab, self.hidden)?,
+            embedding: loader.vocabulary(&format!("{prefix}.embed_tokens.weight"), self.vocab, self.hidden)?,
             layers: Vec::with_capacity(self.layers),
             norm: if plus_one {
                 loader.vector_plus_one(&norm, self.hidden)?
             } else {
                 loader.vector(&norm, self.hidden)?
             },
-            head: if self.tied { None } else { Some(loader.matrix("lm_head.weight", self.vocab, self.hidden)?) },
+            head: if self.tied { None } else { Some(loader.vocabulary("lm_head.weight", self.vocab, self.hidden)?) },
             eps,
             window,
         })
     }
 }
 
-/// `BASE.{gate,up,down}_proj`.
+/// `BASE.{gate,up,down}_proj`, of which a rank holds its share of the columns.
 pub(super) fn mlp(loader: &Loader<'_>, base: &str, width: usize, hidden: usize) -> Result<Mlp, ModelError> {
-    let linear = |part: &str, rows, cols| loader.linear(&format!("{base}.{part}_proj"), rows, cols, false);
+    let columns = loader.deal(width, "columns of an MLP")?;
+    mlp_part(loader, base, width, hidden, (&Cut::Rows(columns.clone()), &Cut::Cols(columns)))
+}
+
+fn mlp_part(
+    loader: &Loader<'_>,
+    base: &str,
+    width: usize,
+    hidden: usize,
+    (wide, narrow): (&Cut, &Cut),
+) -> Result<Mlp, ModelError> {
+    let linear = |part: &str, shape, cut: &Cut| loader.linear_part(&format!("{base}.{part}_proj"), shape, cut, false);
     Ok(Mlp {
-        gate: linear("gate", width, hidden)?,
-        up: linear("up", width, hidden)?,
-        down: linear("down", hidden, width)?,
+        gate: linear("gate", (width, hidden), wide)?,
+        up: linear("up", (width, hidden), wide)?,
+        down: linear("down", (hidden, width), narrow)?,
         activation: Activation::Silu,
     })
 }
 
-/// The experts below `base`: one by one, or all in `gate_up_proj` `[experts, 2 · width, hidden]` and `down_proj`.
+/// A rank's share of the experts below `base`: one by one, or all in `gate_up_proj` `[experts, 2 · width, hidden]` and `down_proj`.
 pub(super) fn experts(
     loader: &Loader<'_>,
     base: &str,
@@ -134,25 +146,26 @@ pub(super) fn experts(
     width: usize,
     hidden: usize,
 ) -> Result<Vec<Mlp>, ModelError> {
+    let held = loader.deal(count, "experts")?;
     let fused = format!("{base}.gate_up_proj");
     if !loader.has(&fused)? {
-        return (0..count).map(|expert| mlp(loader, &format!("{base}.{expert}"), width, hidden)).collect();
+        let one = |expert| mlp_part(loader, &format!("{base}.{expert}"), width, hidden, (&Cut::Whole, &Cut::Whole));
+        return held.map(one).collect();
     }
     let down = format!("{base}.down_proj");
     let linear = |name: &str, rows, cols, values| {
         Ok::<_, ModelError>(super::Linear { weight: loader.upload(name, rows, cols, &values)?, bias: None })
     };
-    (0..count)
-        .map(|expert| {
-            let both = loader.slice(&fused, (expert, count), 2 * width, hidden)?;
-            Ok(Mlp {
-                gate: linear(&fused, width, hidden, both.rows(hidden, 0..width))?,
-                up: linear(&fused, width, hidden, both.rows(hidden, width..2 * width))?,
-                down: linear(&down, hidden, width, loader.slice(&down, (expert, count), hidden, width)?)?,
-                activation: Activation::Silu,
-            })
+    held.map(|expert| {
+        let both = loader.slice(&fused, (expert, count), 2 * width, hidden)?;
+        Ok(Mlp {
+            gate: linear(&fused, width, hidden, both.rows(hidden, 0..width))?,
+            up: linear(&fused, width, hidden, both.rows(hidden, width..2 * width))?,
+            down: linear(&down, hidden, width, loader.slice(&down, (expert, count), hidden, width)?)?,
+            activation: Activation::Silu,
         })
-        .collect()
+    })
+    .collect()
 }
 
 /// Gives the layers of each pool their buffers, in order of the layers.

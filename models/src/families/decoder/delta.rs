@@ -47,6 +47,11 @@ impl DeltaSizes {
         2 * self.keys() + self.values()
     }
 
+    /// A net of so many of these key heads, with their value heads.
+    pub(super) fn of_key_heads(self, key_heads: usize) -> Self {
+        Self { value_heads: self.value_heads / self.key_heads * key_heads, key_heads, ..self }
+    }
+
     pub(super) fn keys(self) -> usize {
         self.key_heads * self.key_dim
     }

@@ -10,6 +10,7 @@ use super::run::{Layer, Place};
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::Moe;
+use crate::families::blocks::share::Cut;
 use crate::families::dense::hf_rope;
 use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
@@ -190,7 +191,8 @@ impl Shared<'_> {
         let linear = |rows, cols, values| {
             Ok::<_, ModelError>(Linear { weight: loader.upload(&name, rows, cols, &values)?, bias: None })
         };
-        for head in 0..heads {
+        let held = loader.deal(heads, "query heads")?;
+        for head in held.clone() {
             let from = head * (nope + value);
             to_latent.push(linear(latent, nope, both.rows(latent, from..from + nope).transposed(nope, latent))?);
             from_latent.push(linear(value, latent, both.rows(latent, from + nope..from + nope + value))?);
@@ -199,13 +201,23 @@ impl Shared<'_> {
             place,
             q_a: loader.linear(&format!("{base}.q_a_proj"), self.q_rank, self.hidden, self.bias)?,
             q_a_norm: loader.vector(&format!("{base}.q_a_layernorm.weight"), self.q_rank)?,
-            q_b: loader.linear(&format!("{base}.q_b_proj"), heads * (nope + rope), self.q_rank, false)?,
+            q_b: loader.linear_part(
+                &format!("{base}.q_b_proj"),
+                (heads * (nope + rope), self.q_rank),
+                &Cut::head_rows(&held, nope + rope),
+                false,
+            )?,
             kv_a: loader.linear(&format!("{base}.kv_a_proj_with_mqa"), latent + rope, self.hidden, self.bias)?,
             kv_a_norm: loader.floats(&format!("{base}.kv_a_layernorm.weight"), &[latent])?,
             to_latent,
             from_latent,
-            o: loader.linear(&format!("{base}.o_proj"), self.hidden, heads * value, self.bias)?,
-            sizes: self.sizes,
+            o: loader.linear_part(
+                &format!("{base}.o_proj"),
+                (self.hidden, heads * value),
+                &Cut::head_cols(&held, value),
+                self.bias,
+            )?,
+            sizes: LatentSizes { heads: held.len(), ..self.sizes },
             rotation: self.rotation.clone(),
             scale: self.scale,
             indexer: index.map(|place| self.indexer(&format!("{base}.indexer"), place)).transpose()?,
@@ -240,6 +252,7 @@ fn moe(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Resul
     let shared = keys.count_or("n_shared_experts", 1)?;
     Ok(Moe {
         router: sigmoid_router(loader, keys, base, hidden, count, top_k)?,
+        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: (shared > 0)
             .then(|| mlp(loader, &format!("{base}.shared_experts"), shared * width, hidden))

@@ -11,6 +11,7 @@ use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::{Loader, Values};
 use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+use crate::families::blocks::share::Cut;
 use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, KvGeometry, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
 
@@ -88,29 +89,34 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let rope = keys.rope(RopeStyle::Half, head_dim)?;
     basics.context = rope.max_positions;
     let rope = Arc::new(input.device.upload_rope(&rope)?);
+    let (q_heads, k_heads) = (loader.deal(heads, "query heads")?, loader.deal_kv_heads(kv_heads)?);
+    let (q_cut, kv_cut) = (Cut::head_rows(&q_heads, head_dim), Cut::head_rows(&k_heads, head_dim));
+    let o_cut = Cut::head_cols(&q_heads, head_dim);
     let mut net = basics.net(&loader, "model", eps, false, window - 1)?;
     let mut places = Places::new(2);
     for (index, windowed) in windowed.iter().enumerate() {
         let base = format!("model.layers.{index}");
         let attention = format!("{base}.self_attn");
-        let linear = |part: &str, rows, cols| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        let linear =
+            |part: &str, shape, cut: &Cut| loader.linear_part(&format!("{attention}.{part}_proj"), shape, cut, bias);
+        let sinks = loader.floats(&format!("{attention}.sinks"), &[heads])?;
         net.layers.push(Layer {
             mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
             mixer: Heads {
                 place: places.next(usize::from(*windowed)),
-                q: linear("q", heads * head_dim, hidden)?,
-                k: linear("k", kv_heads * head_dim, hidden)?,
-                v: linear("v", kv_heads * head_dim, hidden)?,
-                o: linear("o", hidden, heads * head_dim)?,
+                q: linear("q", (heads * head_dim, hidden), &q_cut)?,
+                k: linear("k", (kv_heads * head_dim, hidden), &kv_cut)?,
+                v: linear("v", (kv_heads * head_dim, hidden), &kv_cut)?,
+                o: linear("o", (hidden, heads * head_dim), &o_cut)?,
                 q_norm: None,
                 k_norm: None,
-                heads,
-                kv_heads,
+                heads: q_heads.len(),
+                kv_heads: k_heads.len(),
                 head_dim_k: head_dim,
                 head_dim_v: head_dim,
                 rope: Arc::clone(&rope),
                 window: windowed.then_some(window as u32),
-                sinks: Some(loader.vector(&format!("{attention}.sinks"), heads)?),
+                sinks: Some(loader.device().upload(&sinks[q_heads.clone()])?),
                 value_scale: None,
                 gated: false,
                 eps,
@@ -120,6 +126,7 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             ffn: experts(&loader, &keys, &format!("{base}.mlp"), hidden)?.into(),
         });
     }
+    let kv_heads = k_heads.len();
     let kv = KvGeometry { layers, kv_heads, head_dim_k: head_dim, head_dim_v: head_dim };
     let rows = (kv_heads, head_dim, head_dim);
     basics.parts(input, net, Some(kv), window_pools(&windowed, window, rows, rows, ""))
@@ -154,8 +161,9 @@ fn experts(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> R
         let weight = loader.upload(name, rows, cols, values)?;
         Ok::<_, ModelError>(Linear { weight, bias: Some(loader.device().upload(bias)?) })
     };
-    let mut experts = Vec::with_capacity(count);
-    for expert in 0..count {
+    let held = loader.deal(count, "experts")?;
+    let mut experts = Vec::with_capacity(held.len());
+    for expert in held.clone() {
         let matrix = values(&both, expert, 2 * width, hidden)?;
         let half = |which: usize| {
             let rows = (0..width).map(|row| 2 * row + which);
@@ -186,6 +194,7 @@ fn experts(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> R
             factor: 1.0,
             by_token: None,
         },
+        first: held.start,
         experts,
         shared: None,
         shared_gate: None,

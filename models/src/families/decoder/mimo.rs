@@ -1,5 +1,6 @@
 //! MiMo-V2: a window in most layers, with KV heads, rotary base and sinks of its own; keys wider than values.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvdock_kernels::{RopeScaling, RopeStyle};
@@ -11,6 +12,7 @@ use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::blocks::share::Cut;
 use crate::families::dense::hf_rope;
 use crate::families::{Build, Family, Parts};
 use crate::{KvGeometry, ModelError};
@@ -72,6 +74,12 @@ impl Kind {
     fn rows(self) -> (usize, usize, usize) {
         (self.kv_heads, self.head_dim_k, self.head_dim_v)
     }
+
+    /// The kind with the heads that this rank holds, and which these are: query heads, KV heads.
+    fn held(self, loader: &Loader<'_>) -> Result<(Self, Range<usize>, Range<usize>), ModelError> {
+        let (heads, kv_heads) = (loader.deal(self.heads, "query heads")?, loader.deal_kv_heads(self.kv_heads)?);
+        Ok((Self { heads: heads.len(), kv_heads: kv_heads.len(), ..self }, heads, kv_heads))
+    }
 }
 
 fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
@@ -118,8 +126,11 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
         }
         let kind = if windowed[index] { swa } else { full };
         let Kind { heads, kv_heads, head_dim_k, head_dim_v, .. } = kind;
-        let linear =
-            |part: &str, rows, cols, bias| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        let (held, q_heads, k_heads) = kind.held(&loader)?;
+        let linear = |part: &str, shape, cut: &Cut, bias| {
+            loader.linear_part(&format!("{attention}.{part}_proj"), shape, cut, bias)
+        };
+        let rows = Cut::head_rows;
         let ffn = if sparse[index] {
             moe(&loader, &keys, &format!("{base}.mlp"), hidden)?.into()
         } else {
@@ -129,20 +140,21 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
             mixer: Heads {
                 place: places.next(usize::from(windowed[index])),
-                q: linear("q", heads * head_dim_k, hidden, bias)?,
-                k: linear("k", kv_heads * head_dim_k, hidden, bias)?,
-                v: linear("v", kv_heads * head_dim_v, hidden, bias)?,
-                o: linear("o", hidden, heads * head_dim_v, false)?,
+                q: linear("q", (heads * head_dim_k, hidden), &rows(&q_heads, head_dim_k), bias)?,
+                k: linear("k", (kv_heads * head_dim_k, hidden), &rows(&k_heads, head_dim_k), bias)?,
+                v: linear("v", (kv_heads * head_dim_v, hidden), &rows(&k_heads, head_dim_v), bias)?,
+                o: linear("o", (hidden, heads * head_dim_v), &Cut::head_cols(&q_heads, head_dim_v), false)?,
                 q_norm: None,
                 k_norm: None,
-                heads,
-                kv_heads,
+                heads: held.heads,
+                kv_heads: held.kv_heads,
                 head_dim_k,
                 head_dim_v,
                 rope: Arc::clone(&ropes[usize::from(windowed[index])]),
                 window: windowed[index].then_some(window as u32),
                 sinks: if kind.sinks {
-                    Some(loader.vector(&format!("{attention}.attention_sink_bias"), heads)?)
+                    let sinks = loader.floats(&format!("{attention}.attention_sink_bias"), &[heads])?;
+                    Some(loader.device().upload(&sinks[q_heads])?)
                 } else {
                     None
                 },
@@ -155,6 +167,7 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             ffn,
         });
     }
+    let (full, swa) = (full.held(&loader)?.0, swa.held(&loader)?.0);
     let pools = window_pools(&windowed, window, full.rows(), swa.rows(), "values scaled");
     basics.parts(input, net, one_pool(layers, full, swa), pools)
 }
@@ -191,6 +204,7 @@ fn moe(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Resul
     let width = keys.size("moe_intermediate_size")?;
     Ok(Moe {
         router: sigmoid_router(loader, keys, base, hidden, count, top_k)?,
+        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: None,
         shared_gate: None,

@@ -1,5 +1,6 @@
 //! Qwen3-Next and Qwen3.5: gated delta nets with gated full attention in every fourth layer, MLPs or experts.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvdock_kernels::{RopeStyle, rowmath::exp};
@@ -13,6 +14,7 @@ use super::run::{Layer, Place};
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::Moe;
+use crate::families::blocks::share::Cut;
 use crate::families::dense::hf_rope;
 use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
@@ -38,6 +40,9 @@ inventory::submit! {
         build,
     }
 }
+
+/// What is dealt out of a delta net.
+const KEY_HEADS: &str = "key heads of linear attention";
 
 /// Sizes of the full attention.
 #[derive(Clone, Copy)]
@@ -101,6 +106,8 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             ffn,
         });
     }
+    let attention = Attention { kv_heads: loader.deal_kv_heads(kv_heads)?.len(), ..attention };
+    let sizes = sizes.of_key_heads(loader.deal(sizes.key_heads, KEY_HEADS)?.len());
     basics.parts(input, net, None, pools(&linear, attention, sizes))
 }
 
@@ -174,17 +181,19 @@ fn full(
     rope: &Arc<kvdock_kernels::Rope>,
 ) -> Result<Heads, ModelError> {
     let Attention { heads, kv_heads, head_dim, bias, eps } = sizes;
-    let linear = |part: &str, rows, cols| loader.linear(&format!("{base}.{part}_proj"), rows, cols, bias);
+    let (q_heads, k_heads) = (loader.deal(heads, "query heads")?, loader.deal_kv_heads(kv_heads)?);
+    let kv_cut = Cut::head_rows(&k_heads, head_dim);
+    let linear = |part: &str, shape, cut: &Cut| loader.linear_part(&format!("{base}.{part}_proj"), shape, cut, bias);
     Ok(Heads {
         place,
-        q: linear("q", 2 * heads * head_dim, hidden)?,
-        k: linear("k", kv_heads * head_dim, hidden)?,
-        v: linear("v", kv_heads * head_dim, hidden)?,
-        o: linear("o", hidden, heads * head_dim)?,
+        q: linear("q", (2 * heads * head_dim, hidden), &Cut::head_rows(&q_heads, 2 * head_dim))?,
+        k: linear("k", (kv_heads * head_dim, hidden), &kv_cut)?,
+        v: linear("v", (kv_heads * head_dim, hidden), &kv_cut)?,
+        o: linear("o", (hidden, heads * head_dim), &Cut::head_cols(&q_heads, head_dim))?,
         q_norm: Some(loader.vector_plus_one(&format!("{base}.q_norm.weight"), head_dim)?),
         k_norm: Some(loader.vector_plus_one(&format!("{base}.k_norm.weight"), head_dim)?),
-        heads,
-        kv_heads,
+        heads: q_heads.len(),
+        kv_heads: k_heads.len(),
         head_dim_k: head_dim,
         head_dim_v: head_dim,
         rope: Arc::clone(rope),
@@ -204,12 +213,31 @@ fn delta(
     hidden: usize,
     eps: f32,
 ) -> Result<DeltaNet, ModelError> {
-    let (keys, values, heads) = (sizes.keys(), sizes.values(), sizes.value_heads);
+    let (values, heads) = (sizes.values(), sizes.value_heads);
+    let key_heads = loader.deal(sizes.key_heads, KEY_HEADS)?;
+    let held = sizes.of_key_heads(key_heads.len());
+    let each = heads / sizes.key_heads;
+    let value_heads = key_heads.start * each..key_heads.end * each;
+    let channels = channels(sizes, &key_heads, &value_heads);
     let [qkv, z, b, a] = if loader.has(&format!("{base}.in_proj_qkvz.weight"))? {
-        grouped(loader, base, sizes, hidden)?
+        grouped(loader, base, sizes, hidden, key_heads)?
     } else {
-        let linear = |part: &str, rows| loader.linear(&format!("{base}.in_proj_{part}"), rows, hidden, false);
-        [linear("qkv", 2 * keys + values)?, linear("z", values)?, linear("b", heads)?, linear("a", heads)?]
+        let linear = |part: &str, rows, width| {
+            let cut = Cut::head_rows(&value_heads, width);
+            loader.linear_part(&format!("{base}.in_proj_{part}"), (rows, hidden), &cut, false)
+        };
+        let qkv = if loader.share().is_alone() {
+            loader.linear(&format!("{base}.in_proj_qkv"), sizes.channels(), hidden, false)?
+        } else {
+            let name = format!("{base}.in_proj_qkv.weight");
+            let rows = loader.values(&name, sizes.channels(), hidden)?.rows(hidden, channels.iter().copied());
+            Linear { weight: loader.upload(&name, channels.len(), hidden, &rows)?, bias: None }
+        };
+        [qkv, linear("z", values, sizes.value_dim)?, linear("b", heads, 1)?, linear("a", heads, 1)?]
+    };
+    let conv = loader.floats(&format!("{base}.conv1d.weight"), &[sizes.channels(), 1, sizes.kernel])?;
+    let of_heads = |part: &str| {
+        Ok::<_, ModelError>(loader.floats(&format!("{base}.{part}"), &[heads])?[value_heads.clone()].to_vec())
     };
     Ok(DeltaNet {
         place,
@@ -217,18 +245,38 @@ fn delta(
         z,
         b,
         a,
-        out: loader.linear(&format!("{base}.out_proj"), hidden, values, false)?,
-        conv: loader.floats(&format!("{base}.conv1d.weight"), &[sizes.channels(), 1, sizes.kernel])?,
-        dt_bias: loader.floats(&format!("{base}.dt_bias"), &[heads])?,
-        decay: loader.floats(&format!("{base}.A_log"), &[heads])?.iter().map(|log| -exp(*log)).collect(),
+        out: loader.linear_part(
+            &format!("{base}.out_proj"),
+            (hidden, values),
+            &Cut::head_cols(&value_heads, sizes.value_dim),
+            false,
+        )?,
+        conv: channels.iter().flat_map(|channel| &conv[channel * sizes.kernel..][..sizes.kernel]).copied().collect(),
+        dt_bias: of_heads("dt_bias")?,
+        decay: of_heads("A_log")?.iter().map(|log| -exp(*log)).collect(),
         norm: loader.floats(&format!("{base}.norm.weight"), &[sizes.value_dim])?,
-        sizes,
+        sizes: held,
         eps,
     })
 }
 
-/// Projections that are kept together by key head: `[q | k | v of its value heads | z of them]`, and `[b | a]`.
-fn grouped(loader: &Loader<'_>, base: &str, sizes: DeltaSizes, hidden: usize) -> Result<[Linear; 4], ModelError> {
+/// The channels of q, k and v that belong to these heads.
+fn channels(sizes: DeltaSizes, key_heads: &Range<usize>, value_heads: &Range<usize>) -> Vec<usize> {
+    let keys = key_heads.start * sizes.key_dim..key_heads.end * sizes.key_dim;
+    let values = value_heads.start * sizes.value_dim..value_heads.end * sizes.value_dim;
+    let behind = |part: Range<usize>, channels: usize| part.map(move |channel| channel + channels);
+    keys.clone().chain(behind(keys, sizes.keys())).chain(behind(values, 2 * sizes.keys())).collect()
+}
+
+/// Projections that are kept together by key head: `[q | k | v of its value heads | z of them]`, and `[b | a]`;
+/// of these the key heads `held`.
+fn grouped(
+    loader: &Loader<'_>,
+    base: &str,
+    sizes: DeltaSizes,
+    hidden: usize,
+    held: Range<usize>,
+) -> Result<[Linear; 4], ModelError> {
     let DeltaSizes { key_heads, value_heads, key_dim, .. } = sizes;
     let each = value_heads / key_heads;
     let group = each * sizes.value_dim;
@@ -236,12 +284,12 @@ fn grouped(loader: &Loader<'_>, base: &str, sizes: DeltaSizes, hidden: usize) ->
     let name = format!("{base}.in_proj_qkvz.weight");
     let all = loader.values(&name, key_heads * stride, hidden)?;
     let part =
-        |from: usize, len: usize| (0..key_heads).flat_map(move |head| head * stride + from..head * stride + from + len);
+        |from: usize, len: usize| held.clone().flat_map(move |head| head * stride + from..head * stride + from + len);
     let qkv = part(0, key_dim).chain(part(key_dim, key_dim)).chain(part(2 * key_dim, group));
     let name_ba = format!("{base}.in_proj_ba.weight");
     let ba = loader.values(&name_ba, 2 * value_heads, hidden)?;
     let half = |which: usize| {
-        (0..key_heads).flat_map(move |head| {
+        held.clone().flat_map(move |head| {
             let from = head * 2 * each + which * each;
             from..from + each
         })
@@ -249,11 +297,12 @@ fn grouped(loader: &Loader<'_>, base: &str, sizes: DeltaSizes, hidden: usize) ->
     let linear = |name: &str, rows, values| {
         Ok::<_, ModelError>(Linear { weight: loader.upload(name, rows, hidden, &values)?, bias: None })
     };
+    let sizes = sizes.of_key_heads(held.len());
     Ok([
         linear(&name, sizes.channels(), all.rows(hidden, qkv))?,
         linear(&name, sizes.values(), all.rows(hidden, part(2 * key_dim + group, group)))?,
-        linear(&name_ba, value_heads, ba.rows(hidden, half(0)))?,
-        linear(&name_ba, value_heads, ba.rows(hidden, half(1)))?,
+        linear(&name_ba, sizes.value_heads, ba.rows(hidden, half(0)))?,
+        linear(&name_ba, sizes.value_heads, ba.rows(hidden, half(1)))?,
     ])
 }
 

@@ -10,6 +10,7 @@ use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::blocks::share::Cut;
 use crate::families::{Build, Family, Parts};
 use crate::{KvGeometry, ModelError};
 
@@ -52,6 +53,7 @@ pub(super) fn moe(
             factor: 1.0,
             by_token: None,
         },
+        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: None,
         shared_gate: None,
@@ -75,13 +77,17 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
     let rope = keys.rope(RopeStyle::Half, head_dim)?;
     basics.context = rope.max_positions;
     let rope = Arc::new(input.device.upload_rope(&rope)?);
+    let (q_heads, k_heads) = (loader.deal(heads, "query heads")?, loader.deal_kv_heads(kv_heads)?);
+    let (q_cut, kv_cut) = (Cut::head_rows(&q_heads, head_dim), Cut::head_rows(&k_heads, head_dim));
+    let o_cut = Cut::head_cols(&q_heads, head_dim);
     let sparse = has_experts(&keys, basics.layers)?;
     let mut net = basics.net(&loader, "model", eps, false, 0)?;
     let mut places = Places::new(1);
     for (index, sparse) in sparse.into_iter().enumerate() {
         let base = format!("model.layers.{index}");
         let attention = format!("{base}.self_attn");
-        let linear = |part: &str, rows, cols| loader.linear(&format!("{attention}.{part}_proj"), rows, cols, bias);
+        let linear =
+            |part: &str, shape, cut: &Cut| loader.linear_part(&format!("{attention}.{part}_proj"), shape, cut, bias);
         let ffn = if sparse {
             moe(&loader, &keys, &format!("{base}.mlp"), hidden, false)?.into()
         } else {
@@ -91,14 +97,14 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             mixer_norm: loader.vector(&format!("{base}.input_layernorm.weight"), hidden)?,
             mixer: Heads {
                 place: places.next(0),
-                q: linear("q", heads * head_dim, hidden)?,
-                k: linear("k", kv_heads * head_dim, hidden)?,
-                v: linear("v", kv_heads * head_dim, hidden)?,
-                o: linear("o", hidden, heads * head_dim)?,
+                q: linear("q", (heads * head_dim, hidden), &q_cut)?,
+                k: linear("k", (kv_heads * head_dim, hidden), &kv_cut)?,
+                v: linear("v", (kv_heads * head_dim, hidden), &kv_cut)?,
+                o: linear("o", (hidden, heads * head_dim), &o_cut)?,
                 q_norm: Some(loader.vector(&format!("{attention}.q_norm.weight"), head_dim)?),
                 k_norm: Some(loader.vector(&format!("{attention}.k_norm.weight"), head_dim)?),
-                heads,
-                kv_heads,
+                heads: q_heads.len(),
+                kv_heads: k_heads.len(),
                 head_dim_k: head_dim,
                 head_dim_v: head_dim,
                 rope: Arc::clone(&rope),
@@ -113,6 +119,7 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
             ffn,
         });
     }
+    let kv_heads = k_heads.len();
     let kv = KvGeometry { layers: basics.layers, kv_heads, head_dim_k: head_dim, head_dim_v: head_dim };
     basics.parts(input, net, Some(kv), vec![kv.declared()])
 }

@@ -8,6 +8,7 @@ use super::delta::DeltaNet;
 use super::gqa::Heads;
 use super::mla::Latent;
 use crate::families::blocks::moe::{Mlp, Moe};
+use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::{
     Batch, KvGeometry, LayerHooks, Logits, Model, ModelError, ModelSpec, PageSource, PoolMemory, PoolSet, PooledBatch,
@@ -77,6 +78,7 @@ pub(super) struct Decoder {
     pub(super) spec: ModelSpec,
     pub(super) net: Net,
     pub(super) device: Arc<dyn Device>,
+    pub(super) share: Share,
 }
 
 enum Memory<'a> {
@@ -161,23 +163,27 @@ impl Decoder {
         let mut pass = Pass { device, step: &step, memory, plans, picked: Vec::new() };
         let (hidden, eps) = (self.spec.hidden, self.net.eps);
         let (mut x, mut normed) = (device.alloc(rows * hidden)?, device.alloc(rows * hidden)?);
-        device.embed(&self.net.embedding, &step.ids, &mut x)?;
+        let vocab = self.spec.vocab_size;
+        self.share.embed(device, &self.net.embedding, vocab, &step.ids, &mut x)?;
         for (index, layer) in self.net.layers.iter().enumerate() {
             hooks.before_layer(index)?;
             device.rms_norm(&x, &layer.mixer_norm, eps, rows, &mut normed)?;
-            let mixed = match &layer.mixer {
+            let mut mixed = match &layer.mixer {
                 Mixer::Heads(heads) => heads.apply(&pass, &normed)?,
                 Mixer::Delta(delta) => delta.apply(&pass, &normed)?,
                 Mixer::Latent(latent) => latent.apply(&mut pass, &normed)?,
             };
+            self.share.sum(device, &mut mixed, rows * hidden)?;
             device.add_rms_norm(&mut x, &mixed, &layer.ffn_norm, eps, rows, &mut normed)?;
-            let fed = match &layer.ffn {
+            let mut fed = match &layer.ffn {
                 FeedForward::Mlp(mlp) => mlp.apply(device, &normed, rows)?,
                 FeedForward::Moe(moe) => moe.apply(device, &normed, rows, &step.ids)?,
             };
+            self.share.sum(device, &mut fed, rows * hidden)?;
             device.add(&mut x, &fed, rows * hidden)?;
         }
-        let head = Head { norm: &self.net.norm, weight: self.net.head.as_ref().unwrap_or(&self.net.embedding), eps };
+        let weight = self.net.head.as_ref().unwrap_or(&self.net.embedding);
+        let head = Head { norm: &self.net.norm, weight, vocab, eps, share: &self.share };
         head.logits(device, &x, &step.wanted, out)
     }
 

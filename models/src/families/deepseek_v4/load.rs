@@ -14,6 +14,7 @@ use crate::ModelError;
 use crate::families::blocks::Linear;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+use crate::families::blocks::share::Cut;
 
 /// Loads the parts of layers.
 struct Parts<'a> {
@@ -47,12 +48,12 @@ pub(super) fn net(loader: &Loader<'_>, config: &Config, places: &Pools) -> Resul
         });
     }
     Ok(Net {
-        embedding: loader.matrix("embed.weight", config.vocab, hidden)?,
+        embedding: loader.vocabulary("embed.weight", config.vocab, hidden)?,
         layers,
         drafts,
         mix: parts.hyper_head("")?,
         norm: loader.vector("norm.weight", hidden)?,
-        head: loader.matrix("head.weight", config.vocab, hidden)?,
+        head: loader.vocabulary("head.weight", config.vocab, hidden)?,
         eps: config.eps,
         window: config.window - 1,
     })
@@ -120,27 +121,43 @@ impl Parts<'_> {
         let name = format!("{base}.wo_a.weight");
         let group = heads * head_dim / o_groups;
         let all = self.loader.values(&name, o_groups * o_rank, group)?;
-        let o_a = (0..o_groups).map(|index| {
+        // Whole groups of heads, or a part of one: what a group's second product makes of the ranks' parts adds up as well.
+        let (own, held) = self.loader.deal_head_groups(heads, o_groups)?;
+        let each = heads / o_groups;
+        let inside = own.start % each..own.start % each + own.len().min(each);
+        let columns = Cut::head_cols(&inside, head_dim);
+        let o_a = held.clone().map(|index| {
             let rows = all.rows(group, index * o_rank..(index + 1) * o_rank);
-            Ok::<_, ModelError>(Linear { weight: self.loader.upload(&name, o_rank, group, &rows)?, bias: None })
+            let weight = self.loader.upload_part(&name, (o_rank, group), &rows, &columns)?;
+            Ok::<_, ModelError>(Linear { weight, bias: None })
         });
         let o_a = o_a.collect::<Result<_, _>>()?;
         Ok(Attention {
             sizes: AttentionSizes {
-                heads,
+                heads: own.len(),
                 head_dim,
                 window: self.config.window,
-                groups: o_groups,
+                groups: held.len(),
                 eps: self.config.eps,
             },
             q_a: linear("wq_a", q_rank, hidden)?,
             q_norm: self.loader.vector(&format!("{base}.q_norm.weight"), q_rank)?,
-            q_b: linear("wq_b", heads * head_dim, q_rank)?,
+            q_b: self.loader.linear_part(
+                &format!("{base}.wq_b"),
+                (heads * head_dim, q_rank),
+                &Cut::head_rows(&own, head_dim),
+                false,
+            )?,
             kv: linear("wkv", head_dim, hidden)?,
             kv_norm: self.loader.floats(&format!("{base}.kv_norm.weight"), &[head_dim])?,
-            sinks: self.loader.floats(&format!("{base}.attn_sink"), &[heads])?,
+            sinks: self.loader.floats(&format!("{base}.attn_sink"), &[heads])?[own].to_vec(),
             o_a,
-            o_b: linear("wo_b", hidden, o_groups * o_rank)?,
+            o_b: self.loader.linear_part(
+                &format!("{base}.wo_b"),
+                (hidden, o_groups * o_rank),
+                &Cut::head_cols(&held, o_rank),
+                false,
+            )?,
             rotation: Arc::new(self.rotation(ratio > 0, head_dim)?),
             window: self.place("swa", layer)?,
             compressed: if ratio > 0 { Some(self.compressed(base, layer, ratio)?) } else { None },
@@ -195,13 +212,15 @@ impl Parts<'_> {
         })
     }
 
-    fn mlp(&self, base: &str, width: usize) -> Result<Mlp, ModelError> {
+    /// An MLP of `width` columns, of which `wide` and `narrow` are taken of the matrices into it and out of it.
+    fn mlp(&self, base: &str, width: usize, (wide, narrow): (&Cut, &Cut)) -> Result<Mlp, ModelError> {
         let hidden = self.config.hidden;
-        let linear = |part: &str, rows, cols| self.linear(&format!("{base}.{part}"), rows, cols);
+        let linear =
+            |part: &str, shape, cut: &Cut| self.loader.linear_part(&format!("{base}.{part}"), shape, cut, false);
         Ok(Mlp {
-            gate: linear("w1", width, hidden)?,
-            up: linear("w3", width, hidden)?,
-            down: linear("w2", hidden, width)?,
+            gate: linear("w1", (width, hidden), wide)?,
+            up: linear("w3", (width, hidden), wide)?,
+            down: linear("w2", (hidden, width), narrow)?,
             activation: Activation::ClampedSilu { limit: self.config.limit },
         })
     }
@@ -209,6 +228,7 @@ impl Parts<'_> {
     fn moe(&self, base: &str, hash: bool) -> Result<Moe, ModelError> {
         let Config { vocab, hidden, experts, top_k, width, shared, .. } = *self.config;
         let gate = format!("{base}.gate");
+        let (held, whole) = (self.loader.deal(experts, "experts")?, (&Cut::Whole, &Cut::Whole));
         Ok(Moe {
             router: Router {
                 // Its bias is the choice's, not the product's.
@@ -225,10 +245,17 @@ impl Parts<'_> {
                     None
                 },
             },
-            experts: (0..experts)
-                .map(|expert| self.mlp(&format!("{base}.experts.{expert}"), width))
+            first: held.start,
+            experts: held
+                .map(|expert| self.mlp(&format!("{base}.experts.{expert}"), width, whole))
                 .collect::<Result<_, _>>()?,
-            shared: if shared > 0 { Some(self.mlp(&format!("{base}.shared_experts"), shared * width)?) } else { None },
+            shared: if shared > 0 {
+                let columns = self.loader.deal(shared * width, "columns of the shared expert")?;
+                let cuts = (&Cut::Rows(columns.clone()), &Cut::Cols(columns));
+                Some(self.mlp(&format!("{base}.shared_experts"), shared * width, cuts)?)
+            } else {
+                None
+            },
             shared_gate: None,
         })
     }

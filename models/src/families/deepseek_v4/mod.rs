@@ -40,6 +40,6 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
         draft_pools: if net.drafts.is_empty() { Vec::new() } else { places.draft },
         page_multiple: places.page_multiple,
     };
-    let device = Arc::clone(input.device);
-    Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(run::DeepseekV4 { spec, net, device })) })
+    let (device, share) = (Arc::clone(input.device), input.share.clone());
+    Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(run::DeepseekV4 { spec, net, device, share })) })
 }

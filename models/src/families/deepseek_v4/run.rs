@@ -8,6 +8,7 @@ use kvdock_kernels::{Buf, Device, KvPool, Weight};
 use super::attention::Attention;
 use super::hyper::{Hyper, HyperHead, STREAMS};
 use crate::families::blocks::moe::Moe;
+use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::families::blocks::{Linear, to_host};
 use crate::{Batch, DraftPass, LayerHooks, Logits, Model, ModelError, ModelSpec, NoHooks, PoolSet, PooledBatch};
@@ -49,23 +50,24 @@ pub(super) struct DeepseekV4 {
     pub(super) spec: ModelSpec,
     pub(super) net: Net,
     pub(super) device: Arc<dyn Device>,
+    pub(super) share: Share,
 }
 
 impl Layer {
     /// Takes the streams `[rows, STREAMS, hidden]` through the layer.
     fn apply(
         &self,
-        device: &dyn Device,
+        (device, share): (&dyn Device, &Share),
         step: &Step<'_>,
         pools: &PoolSet,
         streams: &mut [f32],
         eps: f32,
     ) -> Result<(), ModelError> {
         let rows = step.rows();
-        sublayer(device, (&self.attention_mix, &self.attention_norm, eps), rows, streams, |x| {
+        sublayer((device, share), (&self.attention_mix, &self.attention_norm, eps), rows, streams, |x| {
             self.attention.apply(device, step, pools, x)
         })?;
-        sublayer(device, (&self.ffn_mix, &self.ffn_norm, eps), rows, streams, |x| {
+        sublayer((device, share), (&self.ffn_mix, &self.ffn_norm, eps), rows, streams, |x| {
             self.ffn.apply(device, x, rows, &step.ids)
         })
     }
@@ -73,7 +75,7 @@ impl Layer {
 
 /// One sublayer between its mixes.
 fn sublayer(
-    device: &dyn Device,
+    (device, share): (&dyn Device, &Share),
     (mix, norm, eps): (&Hyper, &[f32], f32),
     rows: usize,
     streams: &mut [f32],
@@ -82,7 +84,8 @@ fn sublayer(
     let hidden = norm.len();
     let (mut input, backs) = mix.enter(device, streams, rows)?;
     input.chunks_exact_mut(hidden).for_each(|row| rms_norm(row, Some(norm), eps));
-    let y = of(&device.upload(&input)?)?;
+    let mut y = of(&device.upload(&input)?)?;
+    share.sum(device, &mut y, rows * hidden)?;
     let y = to_host(device, &y, rows * hidden)?;
     for ((streams, back), y) in streams.chunks_exact_mut(STREAMS * hidden).zip(&backs).zip(y.chunks_exact(hidden)) {
         back.apply(streams, y);
@@ -99,7 +102,7 @@ impl DeepseekV4 {
 
     /// The streams of all rows behind the last layer.
     fn streams(&self, step: &Step<'_>, pools: &PoolSet, hooks: &dyn LayerHooks) -> Result<Vec<f32>, ModelError> {
-        let device = self.device.as_ref();
+        let device = (self.device.as_ref(), &self.share);
         let embedded = self.embed(&step.ids)?;
         let rows = embedded.chunks_exact(self.spec.hidden);
         let mut streams: Vec<f32> = rows.flat_map(|row| std::iter::repeat_n(row, STREAMS).flatten().copied()).collect();
@@ -113,7 +116,7 @@ impl DeepseekV4 {
     fn embed(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         let device = self.device.as_ref();
         let mut x = device.alloc(ids.len() * self.spec.hidden)?;
-        device.embed(&self.net.embedding, ids, &mut x)?;
+        self.share.embed(device, &self.net.embedding, self.spec.vocab_size, ids, &mut x)?;
         Ok(to_host(device, &x, ids.len() * self.spec.hidden)?)
     }
 
@@ -135,7 +138,9 @@ impl DeepseekV4 {
             wanted.iter().flat_map(|row| streams[*row as usize * width..][..width].iter().copied()).collect();
         let x = device.upload(&mix.apply(device, &picked, wanted.len())?)?;
         let rows: Vec<u32> = (0..wanted.len() as u32).collect();
-        Head { norm, weight: &self.net.head, eps: self.net.eps }.logits(device, &x, &rows, out)
+        let head =
+            Head { norm, weight: &self.net.head, vocab: self.spec.vocab_size, eps: self.net.eps, share: &self.share };
+        head.logits(device, &x, &rows, out)
     }
 
     /// One draft layer over the streams of the layer before it.
@@ -160,7 +165,7 @@ impl DeepseekV4 {
                 stream.iter_mut().zip(&from_embedding[row * hidden..]).for_each(|(x, e)| *x += e);
             }
         }
-        draft.layer.apply(device, step, pools, &mut x, eps)?;
+        draft.layer.apply((device, &self.share), step, pools, &mut x, eps)?;
         Ok(x)
     }
 }

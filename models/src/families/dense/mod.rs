@@ -16,11 +16,11 @@ mod tests;
 use std::sync::Arc;
 
 use super::{Build, Family, Geometry, Parts};
-use crate::ModelError;
 use crate::spec::KvGeometry;
+use crate::{Model, ModelError};
 use config::{Bias, Config, Variant};
 use run::DenseModel;
-use weights::Weights;
+use weights::{Held, Weights};
 
 /// Llama and what is built like it.
 static LLAMA: Variant = Variant { qkv_bias: Bias::AsConfigured, head_norms: false, gguf_permutes_q_and_k: true };
@@ -54,7 +54,9 @@ inventory::submit! {
 
 fn build(input: &Build<'_>, variant: &'static Variant) -> Result<Parts, ModelError> {
     let config = Config::read(input.checkpoint, variant, input.tokens)?;
-    let weights = Weights::upload(input, &config, variant)?;
+    let held = Held::of(input, input.share, &config)?;
+    let weights = Weights::upload(input, &config, &held, variant)?;
+    let config = held.config(&config);
     let kv = KvGeometry {
         layers: config.layers,
         kv_heads: config.kv_heads,
@@ -71,6 +73,7 @@ fn build(input: &Build<'_>, variant: &'static Variant) -> Result<Parts, ModelErr
         draft_pools: Vec::new(),
         page_multiple: 1,
     };
-    let device = Arc::clone(input.device);
-    Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(DenseModel::new(spec, config, weights, device))) })
+    let (device, share) = (Arc::clone(input.device), input.share.clone());
+    let finish = move |spec| Arc::new(DenseModel::new(spec, config, weights, device, share)) as Arc<dyn Model>;
+    Ok(Parts { geometry, finish: Box::new(finish) })
 }

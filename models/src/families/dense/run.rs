@@ -8,6 +8,7 @@ use super::config::Config;
 use super::weights::{Layer, Weights};
 use super::workspace::Workspace;
 use crate::families::blocks::Linear;
+use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{HEAD_ROWS, Rules, Step};
 use crate::{Batch, LayerHooks, Logits, Model, ModelError, ModelSpec, PooledChunk, Want};
 
@@ -20,6 +21,7 @@ pub(super) struct DenseModel {
     config: Config,
     weights: Weights,
     device: Arc<dyn Device>,
+    share: Share,
     workspaces: Mutex<Vec<Workspace>>,
 }
 
@@ -27,8 +29,15 @@ pub(super) struct DenseModel {
 type Trace<'a> = &'a mut dyn FnMut(usize, &[f32]);
 
 impl DenseModel {
-    pub(super) fn new(spec: ModelSpec, config: Config, weights: Weights, device: Arc<dyn Device>) -> Self {
-        Self { spec, config, weights, device, workspaces: Mutex::new(Vec::new()) }
+    /// `config` is of what `share` holds.
+    pub(super) fn new(
+        spec: ModelSpec,
+        config: Config,
+        weights: Weights,
+        device: Arc<dyn Device>,
+        share: Share,
+    ) -> Self {
+        Self { spec, config, weights, device, share, workspaces: Mutex::new(Vec::new()) }
     }
 
     /// The pass, with an ear on the residual stream for tests.
@@ -65,7 +74,7 @@ impl DenseModel {
         // A set that is too small would stay too small.
         kept.pop();
         drop(kept);
-        Ok(Workspace::new(self.device.as_ref(), &self.config, rows)?)
+        Ok(Workspace::new(self.device.as_ref(), &self.config, &self.share, rows)?)
     }
 
     /// All layers. Leaves the residual stream in `work.x`, the last block's output not yet added in
@@ -82,9 +91,10 @@ impl DenseModel {
         let device = self.device.as_ref();
         let rows = input.ids.len();
         let eps = self.config.eps;
-        device.embed(&self.weights.embedding, &input.ids, &mut work.x)?;
+        self.share.embed(device, &self.weights.embedding, self.config.vocab, &input.ids, &mut work.x)?;
         let is_decode = rows == input.spans.len() && input.wanted.len() == rows;
-        if device.repeats() && is_decode && trace.is_none() {
+        // What ranks do together goes by way of the host, which a repeated step does not.
+        if device.repeats() && self.share.is_alone() && is_decode && trace.is_none() {
             (0..self.weights.layers.len()).try_for_each(|index| hooks.before_layer(index))?;
             device.repeat(work.key(), plan, &mut |plan| self.decode(plan, pool, work))?;
             return Ok(input.wanted.clone());
@@ -210,7 +220,7 @@ impl DenseModel {
         };
         self.device.attention(pool, index, plan, &work.q, &spec, &mut work.attended)?;
         self.device.linear(&work.attended, plan.rows(), &mut [projection(&layer.o, &mut work.delta)])?;
-        Ok(())
+        self.share.sum(self.device.as_ref(), &mut work.delta, plan.rows() * self.config.hidden)
     }
 
     /// Adds attention's output to the residual stream, then the norm and the gated MLP, into `work.delta`.
@@ -223,7 +233,7 @@ impl DenseModel {
         )?;
         self.device.silu_mul(&mut work.gate, &work.up, rows * self.config.intermediate)?;
         self.device.linear(&work.gate, rows, &mut [projection(&layer.down, &mut work.delta)])?;
-        Ok(())
+        self.share.sum(self.device.as_ref(), &mut work.delta, rows * self.config.hidden)
     }
 
     /// Final norm and output matrix for the rows in `wanted`, into `out`.
@@ -246,7 +256,7 @@ impl DenseModel {
                 rows.len(),
                 &mut [Projection { weight: self.weights.head(), bias: None, out: &mut work.logits }],
             )?;
-            device.read(&work.logits, 0, out)?;
+            self.share.gather_logits(device, &work.logits, rows.len(), vocab, out)?;
         }
         Ok(())
     }

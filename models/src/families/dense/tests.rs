@@ -8,11 +8,12 @@ use kvdock_kernels::{Device, KvDtype};
 
 use super::config::{Config, Variant};
 use super::run::DenseModel;
-use super::weights::Weights;
+use super::weights::{Held, Weights};
 use super::{LLAMA, QWEN2, QWEN3};
 use crate::checkpoint::Checkpoint;
 use crate::digest::Progress;
 use crate::families::Build;
+use crate::families::blocks::share::Share;
 use crate::hf::HfFolder;
 use crate::testing::{TinyKind, TinyModel, token_ids};
 use crate::{Batch, GenerationDefaults, KvGeometry, Logits, ModelSpec, NoHooks, SeqChunk, Want};
@@ -24,8 +25,11 @@ fn model(dir: &Path, kind: TinyKind, variant: &'static Variant, device: &Arc<dyn
     let checkpoint = Checkpoint::Hf(&folder);
     let config = Config::read(&checkpoint, variant, 256).unwrap();
     let progress = Progress::new(&|_, _| {}, 1);
-    let build = Build { checkpoint: &checkpoint, device, tokens: 256, packed_rows: false, progress: &progress };
-    let weights = Weights::upload(&build, &config, variant).unwrap();
+    let share = Share::default();
+    let build =
+        Build { checkpoint: &checkpoint, device, tokens: 256, packed_rows: false, share: &share, progress: &progress };
+    let held = Held::of(&build, &share, &config).unwrap();
+    let weights = Weights::upload(&build, &config, &held, variant).unwrap();
     let kv = KvGeometry {
         layers: tiny.layers,
         kv_heads: tiny.kv_heads,
@@ -44,13 +48,14 @@ fn model(dir: &Path, kind: TinyKind, variant: &'static Variant, device: &Arc<dyn
         pools: vec![kv.declared()],
         draft_pools: Vec::new(),
         page_multiple: 1,
+        ranks: 1,
         bos: None,
         eos: Vec::new(),
         generation: GenerationDefaults::default(),
         weights_digest: [0; 32],
         numerics_id: device.numerics_id().to_owned(),
     };
-    DenseModel::new(spec, config, weights, Arc::clone(device))
+    DenseModel::new(spec, config, weights, Arc::clone(device), share)
 }
 
 #[test]

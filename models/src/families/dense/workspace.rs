@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvdock_kernels::{Buf, Device, KernelError};
 
 use super::config::Config;
+use crate::families::blocks::share::Share;
 use crate::families::blocks::step::HEAD_ROWS;
 
 /// Buffers for up to `rows` rows.
@@ -37,12 +38,12 @@ pub(super) struct Workspace {
     pub(super) head_delta: Buf,
     /// `[HEAD_ROWS, hidden]`.
     pub(super) head_normed: Buf,
-    /// `[HEAD_ROWS, vocab]`.
+    /// `[HEAD_ROWS, vocab]`, or as much of the vocabulary as a rank holds.
     pub(super) logits: Buf,
 }
 
 impl Workspace {
-    pub(super) fn new(device: &dyn Device, config: &Config, rows: usize) -> Result<Self, KernelError> {
+    pub(super) fn new(device: &dyn Device, config: &Config, share: &Share, rows: usize) -> Result<Self, KernelError> {
         // Chunk sizes repeat; a little room spares a new set of buffers for one row more.
         let rows = rows.next_multiple_of(16);
         let q_width = config.heads * config.head_dim;
@@ -65,7 +66,7 @@ impl Workspace {
             head_x: device.alloc(HEAD_ROWS * config.hidden)?,
             head_delta: device.alloc(HEAD_ROWS * config.hidden)?,
             head_normed: device.alloc(HEAD_ROWS * config.hidden)?,
-            logits: device.alloc(HEAD_ROWS * config.vocab)?,
+            logits: device.alloc(share.logits_len(HEAD_ROWS, config.vocab))?,
         })
     }
 

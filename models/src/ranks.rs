@@ -1,0 +1,157 @@
+//! A model that several ranks compute together.
+//!
+//! Each rank is a model of its own over its share of the weights, with pools of its own, on a thread and a device of its own. A pass runs on
+//! all of them at once; where it needs what others have computed, they meet in a [`kvdock_kernels::Collective`]. A rank that fails or panics
+//! ends the pass on all.
+
+mod workers;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvdock_kernels::{KvPool, RankGroup};
+
+use crate::{Batch, DraftPass, LayerHooks, Logits, Model, ModelError, ModelSpec, PoolSet, PooledBatch};
+use workers::Workers;
+
+/// Ranks behind the face of one model.
+pub(crate) struct RankedModel {
+    spec: ModelSpec,
+    ranks: Vec<Arc<dyn Model>>,
+    group: Arc<RankGroup>,
+    /// One pass at a time: its operations follow each other in the group. With the rows of logits that nobody reads.
+    turn: Mutex<Turn>,
+}
+
+struct Turn {
+    workers: Workers,
+    /// Of every rank: main and draft.
+    logits: Vec<(Logits, Logits)>,
+}
+
+impl RankedModel {
+    /// Puts `ranks`, which are connected by `group`, together. `spec` is that of any of them.
+    ///
+    /// # Errors
+    /// When the threads can't be started.
+    pub(crate) fn new(spec: ModelSpec, ranks: Vec<Arc<dyn Model>>, group: Arc<RankGroup>) -> std::io::Result<Self> {
+        let workers = Workers::start(ranks.len())?;
+        let logits = vec![Default::default(); ranks.len()];
+        // The one pool that a rank could do with is not the one of all.
+        let spec = ModelSpec { kv: None, ranks: ranks.len(), ..spec };
+        Ok(Self { spec, ranks, group, turn: Mutex::new(Turn { workers, logits }) })
+    }
+
+    /// Runs `pass` as every rank. The first rank's logits are those of the model.
+    fn run(
+        &self,
+        pools: &PoolSet,
+        pass: impl Fn(usize, &dyn Model, &mut (Logits, Logits)) -> Result<(), ModelError> + Sync,
+        take: impl FnOnce(&mut (Logits, Logits)),
+    ) -> Result<(), ModelError> {
+        if pools.rank_count() != self.ranks.len() {
+            let (found, ranks) = (pools.rank_count(), self.ranks.len());
+            return Err(ModelError::Batch(format!("pools of {found} ranks for a model of {ranks}")));
+        }
+        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let Turn { workers, logits } = &mut *turn;
+        self.group.reset();
+        type Outcome = Option<Result<(), ModelError>>;
+        let places: Vec<Mutex<(&mut (Logits, Logits), Outcome)>> =
+            logits.iter_mut().map(|logits| Mutex::new((logits, None))).collect();
+        workers.run(&|rank| {
+            let mut place = places[rank].lock().unwrap_or_else(PoisonError::into_inner);
+            let (logits, outcome) = &mut *place;
+            let result = catch_unwind(AssertUnwindSafe(|| pass(rank, self.ranks[rank].as_ref(), logits)))
+                .unwrap_or_else(|panic| Err(ModelError::Batch(format!("rank {rank} panicked: {}", text(&*panic)))));
+            if let Err(error) = &result {
+                self.group.fail(&format!("rank {rank}: {error}"));
+            }
+            *outcome = Some(result);
+        });
+        let mut failures = Vec::new();
+        for (rank, place) in places.into_iter().enumerate() {
+            match place.into_inner().unwrap_or_else(PoisonError::into_inner).1 {
+                Some(Ok(())) => {}
+                Some(Err(error)) => failures.push(error),
+                None => failures.push(ModelError::Batch(format!("rank {rank} did not run"))),
+            }
+        }
+        // What a rank says that stopped because of another one is not the cause.
+        let consequence = |error: &ModelError| matches!(error, ModelError::Kernel(kvdock_kernels::KernelError::Device { reason, .. }) if reason.starts_with("rank "));
+        failures.sort_by_key(consequence);
+        if let Some(error) = failures.into_iter().next() {
+            return Err(error);
+        }
+        if let Some(first) = logits.first_mut() {
+            take(first);
+        }
+        Ok(())
+    }
+}
+
+fn text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".to_owned())
+}
+
+impl Model for RankedModel {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn forward(&self, _: &Batch<'_>, _: &dyn KvPool, _: &dyn LayerHooks, _: &mut Logits) -> Result<(), ModelError> {
+        let ranks = self.ranks.len();
+        Err(ModelError::Batch(format!("a model of {ranks} ranks needs pools for each of them")))
+    }
+
+    fn forward_pools(
+        &self,
+        batch: &PooledBatch<'_>,
+        pools: &PoolSet,
+        hooks: &dyn LayerHooks,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        self.run(
+            pools,
+            |rank, model, (own, _)| {
+                let hooks = OfRank { rank, hooks };
+                model.forward_pools(batch, pools.rank(rank)?, &hooks, own)
+            },
+            |(first, _)| std::mem::swap(first, logits),
+        )
+    }
+
+    fn forward_draft(
+        &self,
+        batch: &PooledBatch<'_>,
+        pools: &PoolSet,
+        draft: DraftPass<'_>,
+        logits: &mut Logits,
+    ) -> Result<(), ModelError> {
+        let DraftPass { next, pools: draft_pools, logits: draft_logits } = draft;
+        self.run(
+            pools,
+            |rank, model, (own, drafted)| {
+                let draft = DraftPass { next, pools: draft_pools.rank(rank)?, logits: drafted };
+                model.forward_draft(batch, pools.rank(rank)?, draft, own)
+            },
+            |(first, drafted)| {
+                std::mem::swap(first, logits);
+                std::mem::swap(drafted, draft_logits);
+            },
+        )
+    }
+}
+
+/// The hooks of the whole model, called by one of its ranks.
+struct OfRank<'a> {
+    rank: usize,
+    hooks: &'a dyn LayerHooks,
+}
+
+impl LayerHooks for OfRank<'_> {
+    fn before_layer(&self, layer: usize) -> Result<(), ModelError> {
+        self.hooks.before_layer_of(self.rank, layer)
+    }
+}
