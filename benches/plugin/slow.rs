@@ -1,4 +1,8 @@
-//! A storage plugin in memory that takes a given time for each page that is read: a storage that is slower than computing.
+//! A storage plugin in memory that takes a given time for each page that is read, or for each layer of a load: a storage that is slower than
+//! computing.
+
+#[path = "paced.rs"]
+mod paced;
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError, RwLock};
@@ -6,7 +10,7 @@ use std::time::Duration;
 
 use kvdock_plugin_api::v0_1::{PageKey, Stats};
 use kvdock_plugin_api::{
-    Backend, Batch, Call, Capabilities, Exists, Get, NoLinker, Open, PageStatus, Result, Set, export_plugin,
+    Backend, Batch, Call, Capabilities, Exists, Get, Host, Open, PageStatus, Result, Set, export_plugin,
 };
 
 /// The configuration; the schema below says the same.
@@ -15,25 +19,38 @@ use kvdock_plugin_api::{
 struct Config {
     #[serde(default)]
     micros_per_page: u64,
+    #[serde(default)]
+    micros_per_layer: u64,
 }
 
 /// The pages of the one pool that the bench has.
-struct Slow {
+pub struct Slow {
     page_time: Duration,
     turn: Mutex<()>,
+    layer_time: Duration,
+    face: paced::Face,
+    host: Host,
     pages: RwLock<HashMap<PageKey, Vec<u8>>>,
 }
 
 impl Backend for Slow {
-    type Linker = NoLinker<Self>;
+    type Linker = paced::Paced;
 
     fn open(open: &Open<'_>) -> Result<Self> {
         let config: Config = open.config()?;
         Ok(Self {
             page_time: Duration::from_micros(config.micros_per_page),
             turn: Mutex::default(),
+            layer_time: Duration::from_micros(config.micros_per_layer),
+            face: paced::Face::default(),
+            host: open.host(),
             pages: RwLock::default(),
         })
+    }
+
+    fn close(&self, _: &Call<'_>) -> Result<()> {
+        self.face.close();
+        Ok(())
     }
 
     fn batch_exists(&self, exists: &mut Exists<'_>) -> Result<()> {
@@ -94,6 +111,10 @@ export_plugin! {
             "micros_per_page": {
                 "type": "integer", "minimum": 0, "default": 0,
                 "description": "Microseconds that reading a page takes"
+            },
+            "micros_per_layer": {
+                "type": "integer", "minimum": 0, "default": 0,
+                "description": "Microseconds after which the next layer of a load is settled"
             }
         },
         "additionalProperties": false

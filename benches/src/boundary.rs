@@ -9,7 +9,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use kvdock::cache::Guarded;
 use kvdock::config::BackendTable;
 use kvdock::plugin::backend::{
-    CallOptions, ChainInfo, Held, HostPoolDescription, HostPoolSegment, PageStatus, PoolGroup, PoolHit, StorageBackend,
+    CacheMode, CallOptions, ChainInfo, Held, HostPoolDescription, HostPoolSegment, PageStatus, PoolGroup, PoolHit,
+    StorageBackend,
 };
 use kvdock::plugin::instance::Instance;
 use kvdock::plugin::open::{OpenRequest, open};
@@ -162,6 +163,7 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
         config: BackendTable::new("bench-keys"),
         folders: vec![PathBuf::from(folder)],
         identity: Arc::new(WorkerIdentity::new(namespace, "bench", [0; 32])),
+        mode: CacheMode::Hierarchical,
         pools: Arc::from([HostPoolDescription {
             name: "kv".to_owned(),
             group: PoolGroup::Full,

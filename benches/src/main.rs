@@ -19,6 +19,7 @@ mod lookup;
 mod memory;
 mod mooncake;
 mod outside;
+mod overlap;
 mod plot;
 mod restart;
 mod row;
@@ -164,6 +165,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         restart::rows,
         burst::rows,
         break_even::rows,
+        overlap::rows,
         tier::rows,
         outside::rows,
         boundary::rows,

@@ -32,6 +32,14 @@ pub struct Generation {
     pub logprobs: Value,
 }
 
+impl Generation {
+    /// The tokens.
+    pub fn token_ids(&self) -> Vec<u32> {
+        let chosen = self.logprobs[0].as_array().map_or(&[][..], Vec::as_slice);
+        chosen.iter().filter_map(|token| u32::try_from(token[1].as_u64()?).ok()).collect()
+    }
+}
+
 /// Prompt tokens by where their KV came from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {

@@ -30,6 +30,11 @@ impl Launch {
         Self::default().set("cache.device_tokens", 8192).set("cache.host_tokens", 16384)
     }
 
+    /// As `new`, in linker mode.
+    pub fn linked() -> Self {
+        Self::default().set("cache.mode", "\"linker\"").set("cache.device_tokens", 8192)
+    }
+
     /// Keeps pages in `folder` with the file plugin.
     pub fn storage(mut self, folder: &Path) -> Self {
         self.storage = Some(folder.to_path_buf());

@@ -98,6 +98,8 @@ named!(HostLayout, "cache.host_layout",
 pub struct CacheConfig {
     /// Pages in the host pool; 0 turns host and storage tiers off.
     pub host_pages: u32,
+    /// Linker mode: there is no host tier, `host_pages` are transit pages, and backends are used by their linker face.
+    pub linked: bool,
     /// Order of the bytes in the host pool.
     pub host_layout: HostLayout,
     /// When pages are written down the tiers.
@@ -135,6 +137,7 @@ impl Default for CacheConfig {
     fn default() -> Self {
         CacheConfig {
             host_pages: 0,
+            linked: false,
             host_layout: HostLayout::PageFirst,
             write_policy: WritePolicy::WriteThrough,
             prefetch_policy: PrefetchPolicy::Timeout,

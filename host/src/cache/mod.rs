@@ -19,12 +19,16 @@
 //! 6. [`finish`](CacheManager::finish), [`abort`](CacheManager::abort) or
 //!    [`preempt`](CacheManager::preempt): locks and unfinished pages are given back.
 //!
+//! In linker mode there is no host tier: a grant may have pages that storage still brings, layer by layer ([`Grant::arriving`]).
+//! [`start_loads`](CacheManager::start_loads) starts them, and [`settle_load`](CacheManager::settle_load) takes in what came.
+//!
 //! Nothing that goes wrong in storage fails a request: what does not come is computed.
 
 mod config;
 mod controller;
 pub mod hash;
 pub mod layout;
+mod linker;
 mod manager;
 mod stats;
 mod types;
@@ -36,7 +40,8 @@ pub mod unified;
 pub use config::{BreakEvenMode, CacheConfig, EvictionPolicy, PolicyUpdate, PrefetchPolicy, WritePolicy};
 pub use controller::Guarded;
 pub use layout::HostLayout;
-pub use manager::{CacheManager, StorageHandle, Waker};
+pub use linker::{Arriving, Gate, Verdict};
+pub use manager::{CacheManager, Settled, StorageHandle, Waker};
 pub use pool::{CacheMemory, CacheRoom, DeviceMemory, StateMemory, WindowMemory};
 pub use stats::{
     BackendCounters, CacheCounters, CacheEvents, CacheStats, CallFigures, NoEvents, StorageOp, StorageResult,

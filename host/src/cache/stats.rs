@@ -213,6 +213,10 @@ counters! {
     host_used_tokens,
     /// Gauge: host pages in the hands of calls that are late.
     host_quarantined_pages,
+    /// Gauge: tokens that the transit pages of linker mode hold at most.
+    transit_total_tokens,
+    /// Gauge: tokens in transit pages that are not free.
+    transit_used_tokens,
     /// Gauge: nodes of the tree.
     tree_nodes,
     /// Gauge: host pages on their way to storage or waiting for it.
@@ -221,6 +225,8 @@ counters! {
     prefetches_running,
     /// Gauge: loads from host to device running.
     load_backs_running,
+    /// Gauge: loads from storage to the device, layer by layer, running.
+    layer_loads_running,
     /// Prompt tokens granted from device pages.
     granted_device_tokens,
     /// Prompt tokens granted from host pages.
@@ -245,9 +251,9 @@ counters! {
     dropped_unbacked_tokens,
     /// Tokens that left the host before they were stored, or that storage would not take.
     backup_dropped_tokens,
-    /// Tokens moved from storage to host.
+    /// Tokens moved from storage to host, in linker mode to the device.
     prefetched_tokens,
-    /// Tokens moved from host to storage.
+    /// Tokens moved from host to storage, in linker mode from the device.
     backuped_tokens,
     /// Tokens that storage said it has.
     storage_hit_tokens,
@@ -279,6 +285,10 @@ counters! {
     healed_pages,
     /// Writes to storage tried again.
     backup_retries,
+    /// Forward passes given up because a layer from storage was late; they ran again.
+    late_layers,
+    /// Requests whose tail was computed again because pages from storage that a forward had used were not right.
+    recomputed_tails,
     /// Misuses of the cache's calls that were refused; 0 in a right program.
     misuses,
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use super::hash::namespace_seed;
+use super::linker::Arriving;
 use crate::plugin::backend::PageKey;
 
 /// Names a request inside the cache. The engine chooses the numbers; no two live requests share one.
@@ -79,8 +80,10 @@ pub struct Grant {
     pub from_device: usize,
     /// Of these, tokens loaded from host pages.
     pub from_host: usize,
-    /// Of these, tokens that storage delivered for this request.
+    /// Of these, tokens that storage delivered for this request, or that still come.
     pub from_storage: usize,
+    /// The last of the pages still come from storage, layer by layer.
+    pub arriving: Option<Arriving>,
     /// Why the rest of the prompt that could have been reused was not; in order of position.
     pub why: Vec<Miss>,
     /// Slot of the recurrent state behind the prefix, where the model has such: to be copied before anything else is asked of the cache.

@@ -7,7 +7,7 @@ use kvdock_models::{HitPolicy, KvGeometry, ModelSpec, PageSource, PoolDecl, Pool
 use sha2::{Digest, Sha256};
 
 use crate::cache::{CacheMemory, CacheRoom};
-use crate::config::Amount;
+use crate::config::{Amount, CacheMode};
 use crate::engine::ModelMemory;
 
 /// Saved states for each request that may run, and fewest of all, by `auto`.
@@ -20,6 +20,14 @@ const PAGE_TOKENS: usize = 16;
 /// The one pool that holds everything of a model, where it has only that.
 fn one_pool(spec: &ModelSpec) -> Option<KvGeometry> {
     spec.kv.filter(|_| spec.pools.len() == 1)
+}
+
+/// A model as a mode runs it: in linker mode, which moves the pages of one table, layers with windows keep all tokens where they can do so.
+pub(super) fn for_mode(mut spec: ModelSpec, mode: CacheMode) -> ModelSpec {
+    if mode == CacheMode::Linker && spec.kv.is_some() {
+        spec.pools.truncate(1);
+    }
+    spec
 }
 
 /// Tokens a page.

@@ -5,18 +5,21 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::cache::{PolicyUpdate, PrefetchPolicy, StorageHandle, WritePolicy};
-use crate::plugin::backend::{BackendSink, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend};
+use crate::plugin::backend::{
+    BackendSink, CacheMode, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
+};
 
 /// Passes backends and policies to the cache, and remembers the policies in use.
 pub(super) struct CacheSink {
     storage: StorageHandle,
+    linked: bool,
     policies: Mutex<(PrefetchPolicy, WritePolicy)>,
 }
 
 impl CacheSink {
     /// A sink for a cache that was started with these policies.
-    pub fn new(storage: StorageHandle, prefetch: PrefetchPolicy, write: WritePolicy) -> Self {
-        CacheSink { storage, policies: Mutex::new((prefetch, write)) }
+    pub fn new(storage: StorageHandle, linked: bool, prefetch: PrefetchPolicy, write: WritePolicy) -> Self {
+        CacheSink { storage, linked, policies: Mutex::new((prefetch, write)) }
     }
 }
 
@@ -35,6 +38,10 @@ fn parse(change: &PolicyChange) -> Result<PolicyUpdate, String> {
 impl BackendSink for CacheSink {
     fn host_pools(&self) -> Vec<HostPoolDescription> {
         self.storage.host_pools()
+    }
+
+    fn cache_mode(&self) -> CacheMode {
+        if self.linked { CacheMode::Linker } else { CacheMode::Hierarchical }
     }
 
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
@@ -59,7 +66,15 @@ impl BackendSink for CacheSink {
     }
 
     fn check_policies(&self, change: &PolicyChange) -> Result<(), String> {
-        parse(change).map(drop)
+        let update = parse(change)?;
+        if self.linked && update.write_policy == Some(WritePolicy::WriteBack) {
+            return Err(
+                "write_back keeps pages in the host tier, and cache.mode = \"linker\" has none; set write_through or \
+                        write_through_selective"
+                    .into(),
+            );
+        }
+        Ok(())
     }
 
     fn set_policies(&self, change: &PolicyChange) {

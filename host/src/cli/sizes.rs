@@ -21,8 +21,10 @@ pub(super) struct PoolSizes {
 pub(super) struct Wanted {
     /// `cache.device_tokens`
     pub device_tokens: Amount,
-    /// `cache.host_tokens`; `None` without a host tier.
+    /// `cache.host_tokens`, in linker mode `cache.transit_tokens`; `None` without either.
     pub host_tokens: Option<Amount>,
+    /// The host pages are transit pages.
+    pub transit: bool,
     /// Tokens a page.
     pub page_size: u32,
     /// Bytes of a page in either pool.
@@ -33,6 +35,12 @@ pub(super) struct Wanted {
     pub memory: Option<Memory>,
     /// Memory of the device alone, free and in all, measured after the weights were loaded; `None` where it computes in the machine's.
     pub own_memory: Option<(u64, u64)>,
+}
+
+impl Wanted {
+    fn host_key(&self) -> &'static str {
+        if self.transit { "cache.transit_tokens" } else { "cache.host_tokens" }
+    }
 }
 
 /// Works out the sizes. Tokens are rounded down to whole pages.
@@ -69,6 +77,11 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
     }
     let host_tokens = match wanted.host_tokens {
         None => 0,
+        Some(Amount::Fixed(tokens)) if wanted.transit && u64::from(tokens) < page * 2 => {
+            return Err(format!(
+                "cache.transit_tokens = {tokens}: takes at least two pages, cache.page_size = {page} tokens"
+            ));
+        }
         Some(Amount::Fixed(0)) => 0,
         Some(Amount::Fixed(tokens)) if u64::from(tokens) < page => {
             return Err(format!(
@@ -76,11 +89,12 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
             ));
         }
         Some(Amount::Fixed(tokens)) => u64::from(tokens),
+        Some(Amount::Auto) if wanted.transit => device_tokens.min(affordable(8)).max(page * 2),
         Some(Amount::Auto) => (device_tokens * 2).min(affordable(2)),
     };
     let sizes = PoolSizes {
         device_pages: to_pages("cache.device_tokens", device_tokens)?,
-        host_pages: to_pages("cache.host_tokens", host_tokens)?,
+        host_pages: to_pages(wanted.host_key(), host_tokens)?,
     };
     check_memory(wanted, sizes)?;
     Ok(sizes)
@@ -111,9 +125,10 @@ fn check_memory(wanted: &Wanted, sizes: PoolSizes) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "cache.device_tokens = {} and cache.host_tokens = {} need {} of memory at {token_bytes} bytes a token, \
+        "cache.device_tokens = {} and {} = {} need {} of memory at {token_bytes} bytes a token, \
          more than the {} of this machine; make them smaller, or leave them out",
         tokens(sizes.device_pages),
+        wanted.host_key(),
         tokens(sizes.host_pages),
         super::machine::size(bytes),
         super::machine::size(memory.total),
@@ -130,6 +145,7 @@ mod tests {
         Wanted {
             device_tokens: device,
             host_tokens: host,
+            transit: false,
             page_size: 16,
             page_bytes: 16 * 23_040,
             context: 8192,
@@ -181,6 +197,19 @@ mod tests {
         assert!(fixed(16, 8).unwrap_err().starts_with("cache.host_tokens = 8: "));
         let error = fixed(1_000_000, 16).unwrap_err();
         assert!(error.contains("more than the 16.00 GiB of this machine"), "{error}");
+    }
+
+    #[test]
+    fn transit_pages_are_as_many_as_the_device_has_as_far_as_memory_goes() {
+        let mut linked = Wanted { transit: true, ..wanted(Amount::Auto, Some(Amount::Auto)) };
+        assert_eq!(pools(&linked).unwrap(), PoolSizes { device_pages: 2048, host_pages: 2048 });
+        linked.memory = Some(Memory { total: GIB, available: GIB / 2 });
+        let sizes = pools(&linked).unwrap();
+        assert!(u64::from(sizes.host_pages) * linked.page_bytes <= GIB / 16 && sizes.host_pages > 2, "{sizes:?}");
+        linked.memory = Some(Memory { total: GIB, available: 0 });
+        assert_eq!(pools(&linked).unwrap().host_pages, 2, "one for loads and one for offloads");
+        linked.host_tokens = Some(Amount::Fixed(31));
+        assert!(pools(&linked).unwrap_err().starts_with("cache.transit_tokens = 31: takes at least two pages"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvdock_kernels::{Device, KvDtype};
-use kvdock_models::{KvGeometry, LoadOptions, LoadedModel};
+use kvdock_models::{KvGeometry, LoadOptions, LoadedModel, ModelSpec};
 use serde_json::{Value, json};
 
 use super::progress::Progress;
@@ -37,7 +37,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     };
     let device = device::choose(&config.engine)?;
     let model = load_model(path, &device)?;
-    let spec = model.spec().clone();
+    let spec = memory::for_mode(model.spec().clone(), config.cache.mode);
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
 
     let dtype = kv_dtype(&config.cache.dtype)?;
@@ -48,7 +48,12 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let page_bytes = memory::page_bytes(&spec, dtype, page_tokens, window_ratio);
     let sizes = pools(&Wanted {
         device_tokens: config.cache.device_tokens,
-        host_tokens: (config.cache.mode != CacheMode::Device).then_some(config.cache.host_tokens),
+        host_tokens: match config.cache.mode {
+            CacheMode::Hierarchical => Some(config.cache.host_tokens),
+            CacheMode::Linker => Some(config.cache.transit_tokens),
+            CacheMode::Device => None,
+        },
+        transit: config.cache.mode == CacheMode::Linker,
         page_size,
         page_bytes: page_bytes as u64,
         context: spec.context_length as u64,
@@ -70,7 +75,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     };
     let memory::Memory { model: pool, cache: memory } = memory::allocate(device.as_ref(), &spec, room)?;
 
-    let namespace = namespace(config, &model, dtype, page_tokens);
+    let namespace = namespace(config, &spec, dtype, page_tokens);
     let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
     let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
     let policies = (cache_config.prefetch_policy, cache_config.write_policy);
@@ -79,7 +84,8 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let cache = CacheManager::over(cache_config, memory, observer.clone(), mailbox.waker())
         .map_err(|error| error.to_string())?;
     let counters = cache.counters();
-    let sink = CacheSink::new(cache.storage(), policies.0, policies.1);
+    let linked = config.cache.mode == CacheMode::Linker;
+    let sink = CacheSink::new(cache.storage(), linked, policies.0, policies.1);
     let engine = Engine::start(
         EngineConfig {
             prefill_chunk: config.engine.prefill_chunk as usize,
@@ -131,7 +137,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         settings: settings(config, device.kind()),
         page_size,
         device_tokens: tokens(sizes.device_pages),
-        host_tokens: tokens(sizes.host_pages),
+        host_tokens: if config.cache.mode == CacheMode::Linker { 0 } else { tokens(sizes.host_pages) },
         metrics,
         startup_seconds: began.elapsed().as_secs_f64(),
     };
@@ -164,8 +170,7 @@ fn kv_dtype(name: &str) -> Result<KvDtype, String> {
         .ok_or_else(|| format!("cache.dtype = {name:?}: is none that this build has"))
 }
 
-fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype, page_tokens: usize) -> Namespace {
-    let spec = model.spec();
+fn namespace(config: &Config, spec: &ModelSpec, dtype: KvDtype, page_tokens: usize) -> Namespace {
     // What the pages of several pools consist of stands in the numerics.
     let none = KvGeometry { layers: spec.layers, kv_heads: 0, head_dim_k: 0, head_dim_v: 0 };
     let kv = spec.kv.unwrap_or(none);
@@ -175,7 +180,7 @@ fn namespace(config: &Config, model: &LoadedModel, dtype: KvDtype, page_tokens: 
         architecture: spec.architecture.clone(),
         weights_sha256: spec.weights_digest_hex(),
         kv_dtype: dtype.name().to_owned(),
-        host_layout: config.cache.host_layout.clone(),
+        host_layout: config.cache.layout().to_owned(),
         page_tokens: small(page_tokens),
         layers: small(kv.layers),
         kv_heads: small(kv.kv_heads),
@@ -192,7 +197,8 @@ fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result
     let cache = &config.cache;
     Ok(CacheConfig {
         host_pages: sizes.host_pages,
-        host_layout: cache.host_layout.parse()?,
+        linked: cache.mode == CacheMode::Linker,
+        host_layout: cache.layout().parse()?,
         write_policy: cache.write_policy.parse()?,
         prefetch_policy: cache.prefetch_policy.parse()?,
         prefetch_threshold: cache.prefetch_threshold as usize,
@@ -224,7 +230,8 @@ fn settings(config: &Config, device: &str) -> Value {
         "kv_cache_dtype": config.cache.dtype,
         "radix_eviction_policy": config.cache.eviction,
         "enable_hierarchical_cache": config.cache.mode == CacheMode::Hierarchical,
-        "hicache_mem_layout": config.cache.host_layout,
+        "enable_unified_cache_external_linker": config.cache.mode == CacheMode::Linker,
+        "hicache_mem_layout": config.cache.layout(),
     })
 }
 

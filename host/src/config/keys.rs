@@ -88,7 +88,8 @@ pub(crate) const KEYS: &[Key] = &[
         "cache.mode",
         Kind::Choice(&["hierarchical", "linker", "device"]),
         "\"hierarchical\"",
-        "`hierarchical`: device, host and storage tiers; `linker`: storage straight into device pages; `device`: the device tier alone.",
+        "`hierarchical`: device, host and storage tiers; `linker`: device and storage, between which pages go layer by layer while the forward runs; \
+         `device`: the device tier alone.",
     ),
     key(
         "cache.page_size",
@@ -106,14 +107,21 @@ pub(crate) const KEYS: &[Key] = &[
         "cache.host_tokens",
         Kind::IntOrAuto(0, COUNT),
         "\"auto\"",
-        "Tokens in the host pool; `auto` is twice the device pool, less if memory is short.",
+        "Tokens in the host pool; `auto` is twice the device pool, less if memory is short. Only with `mode = \"hierarchical\"`.",
+    ),
+    key(
+        "cache.transit_tokens",
+        Kind::IntOrAuto(2, COUNT),
+        "\"auto\"",
+        "With `mode = \"linker\"`: tokens in the pages by way of which others go between device and storage; a longer hit is loaded so far. `auto` is as \
+         many as the device pool has, less if memory is short.",
     ),
     key("cache.dtype", Kind::Choice(&["f16", "bf16", "f32"]), "\"f16\"", "Type of the cached keys and values."),
     key(
         "cache.host_layout",
-        Kind::Choice(&["page_first", "layer_first", "page_first_direct", "page_head"]),
-        "\"page_first\"",
-        "Layout of the host pool, SGLang's names.",
+        Kind::Choice(&["auto", "page_first", "layer_first", "page_first_direct", "page_head"]),
+        "\"auto\"",
+        "Layout of the host pool, and of stored pages, SGLang's names. `auto` is `page_first`, with `mode = \"linker\"` `page_first_direct`.",
     ),
     key(
         "cache.write_policy",

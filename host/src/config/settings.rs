@@ -136,9 +136,11 @@ pub struct CacheConfig {
     pub device_tokens: Amount,
     /// Tokens in the host pool.
     pub host_tokens: Amount,
+    /// Tokens in the transit pages of linker mode.
+    pub transit_tokens: Amount,
     /// Type of cached keys and values: `f16`, `bf16` or `f32`.
     pub dtype: String,
-    /// Layout of the host pool, one of SGLang's names.
+    /// Layout of the host pool, one of SGLang's names, or `auto`.
     pub host_layout: String,
     /// `write_through`, `write_through_selective` or `write_back`.
     pub write_policy: String,
@@ -158,6 +160,17 @@ pub struct CacheConfig {
     pub states: Amount,
     /// `lru`, `lfu`, `slru`, `fifo` or `priority`.
     pub eviction: String,
+}
+
+impl CacheConfig {
+    /// The layout of the host pool, or of transit pages.
+    pub fn layout(&self) -> &str {
+        match (self.host_layout.as_str(), self.mode) {
+            ("auto", CacheMode::Linker) => "page_first_direct",
+            ("auto", CacheMode::Hierarchical | CacheMode::Device) => "page_first",
+            (layout, _) => layout,
+        }
+    }
 }
 
 /// `cache.mode`

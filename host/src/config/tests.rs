@@ -246,16 +246,35 @@ fn what_is_not_served_is_refused_in_words() {
         ("engine.cp_size=2", "context parallelism"),
         ("engine.pp_size=2", "pipeline parallelism"),
         ("engine.dcp_size=2", "decode context parallelism"),
-        ("cache.mode=linker", "straight into device pages"),
     ] {
         let refused = check_served(&with_set(&[set]).unwrap()).unwrap_err();
         assert_eq!(refused.len(), 1, "{refused:?}");
         assert!(refused[0].contains(word), "{refused:?}");
     }
-    for set in
-        ["engine.device=auto", "engine.device=cuda", "storage.break_even=auto", "storage.backends=[\"a\", \"b\"]"]
-    {
+    let served = [
+        "engine.device=auto",
+        "engine.device=cuda",
+        "storage.break_even=auto",
+        "storage.backends=[\"a\", \"b\"]",
+        "cache.mode=linker",
+        "cache.mode=device",
+    ];
+    for set in served {
         assert!(check_served(&with_set(&[set]).unwrap()).is_ok(), "{set}");
+    }
+}
+
+#[test]
+fn what_excludes_linker_mode_is_refused_in_words() {
+    for (set, word) in [
+        ("cache.host_tokens=4096", "no host tier"),
+        ("cache.host_layout=page_first", "page_first_direct"),
+        ("cache.write_policy=write_back", "write_through_selective"),
+        ("storage.break_even=auto", "side by side"),
+    ] {
+        let refused = check_served(&with_set(&["cache.mode=linker", set]).unwrap()).unwrap_err();
+        assert_eq!(refused.len(), 1, "{refused:?}");
+        assert!(refused[0].contains(word), "{refused:?}");
     }
 }
 

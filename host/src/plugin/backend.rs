@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-pub use kvdock_plugin_api::{ErrorKind, PageStatus};
+pub use kvdock_plugin_api::{CacheMode, ErrorKind, PageStatus};
 
 pub use super::policies::PolicyChange;
 
@@ -83,6 +83,19 @@ pub struct ChainInfo<'a> {
     pub prefix_keys: &'a [PageKey],
     /// Session the request names, or empty.
     pub session_id: &'a str,
+}
+
+/// Pages of one request that come layer by layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerLoad<'a> {
+    /// Number of the request, the same as in its lookup.
+    pub request: u64,
+    /// Keys of the pages.
+    pub keys: &'a [PageKey],
+    /// The pages that are filled.
+    pub pages: &'a [u32],
+    /// Where the keys stand in their chain.
+    pub chain: ChainInfo<'a>,
 }
 
 /// The prefix lengths, in pages, that a store can restore in full. Length 0 always can. Beside them, which single pages are there, also
@@ -381,6 +394,58 @@ pub trait StorageBackend: Send + Sync {
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError>;
+    /// Whether it has the linker face, by which pages come layer by layer.
+    fn has_linker(&self) -> bool {
+        false
+    }
+    /// As `batch_exists`, by the linker face, for the load of `request`.
+    fn lookup(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        chain: &ChainInfo<'_>,
+        request: u64,
+    ) -> Result<Restorable, BackendError> {
+        let _ = (options, keys, chain, request);
+        Err(self.lacks_linker())
+    }
+    /// Loads pages as one batch, layer by layer. Word `l` of `words` becomes 1 when layer `l` of every page is settled: its bytes are there and
+    /// final, or will not come. `watch` is called again and again meanwhile, and no more once the call has returned. `status` has one entry a
+    /// page, in the order of the loads; a page counts only by it and by its seal.
+    fn load_layers(
+        &self,
+        options: &CallOptions,
+        loads: &[LayerLoad<'_>],
+        words: &Arc<[AtomicU32]>,
+        watch: &mut dyn FnMut(),
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        let _ = (options, loads, words, watch, status);
+        Err(self.lacks_linker())
+    }
+    /// Stores pages by the linker face: all of them, or none.
+    fn offload(
+        &self,
+        options: &CallOptions,
+        group: PoolGroup,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        let _ = (options, group, keys, pages, chain, status);
+        Err(self.lacks_linker())
+    }
+    /// The error of a backend without the linker face.
+    fn lacks_linker(&self) -> BackendError {
+        BackendError {
+            backend: self.name().to_owned(),
+            kind: ErrorKind::Unsupported,
+            retryable: false,
+            message: "it has no linker face".to_owned(),
+            pages_in_use: false,
+        }
+    }
     /// Makes what was stored durable as far as the backend promises it.
     fn flush(&self, options: &CallOptions) -> Result<(), BackendError>;
     /// Removes everything of this namespace.
@@ -476,6 +541,10 @@ pub struct HostPoolComponent {
 pub trait BackendSink: Send + Sync {
     /// The pools that a backend must register, the anchor first. None of them when there is no host tier.
     fn host_pools(&self) -> Vec<HostPoolDescription>;
+    /// Which face of backends the cache uses.
+    fn cache_mode(&self) -> CacheMode {
+        CacheMode::Hierarchical
+    }
     /// Puts a backend to use, in the same step in which the one whose place it takes leaves.
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place);
     /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.
@@ -493,4 +562,21 @@ pub trait BackendSink: Send + Sync {
     fn check_policies(&self, change: &PolicyChange) -> Result<(), String>;
     /// Sets policies that `check_policies` let pass.
     fn set_policies(&self, change: &PolicyChange);
+}
+
+#[cfg(test)]
+mod link_tests {
+    use super::*;
+
+    fn lengths(pages: usize, restorable: &[usize]) -> Restorable {
+        Restorable::from_mask((0..=pages).map(|length| restorable.contains(&length)).collect())
+    }
+
+    /// The longest length that both have; never the smaller of the two longest, which neither may have.
+    #[test]
+    fn l03_l04_ranks_agree_on_lengths_that_both_can_restore() {
+        assert_eq!(lengths(4, &[2, 4]).intersect(&lengths(4, &[2])).longest(), 2);
+        assert_eq!(lengths(6, &[1, 4, 6]).intersect(&lengths(6, &[1, 5])).longest(), 1);
+        assert_eq!(lengths(4, &[4]).intersect(&lengths(4, &[3])).longest(), 0);
+    }
 }

@@ -1,5 +1,6 @@
 //! One data call: its buffers, which outlive a caller that gives up, and the call itself.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
@@ -10,10 +11,14 @@ use smallvec::SmallVec;
 
 use super::abi::{Face, RawInstance};
 use super::backend::{Held, PoolGroup};
+use super::linked::LinkBuffers;
 use super::pool_desc::Registered;
 
 /// Pools that a call names without an allocation.
 const FEW_POOLS: usize = 8;
+
+/// What a call moves, pool by pool.
+pub(super) type Transfers = SmallVec<[PoolTransfer; FEW_POOLS]>;
 
 /// Bytes for the message of an error.
 const MESSAGE_BYTES: usize = 2048;
@@ -83,6 +88,12 @@ pub enum Operation {
     Set,
     /// `batch_remove`
     Remove,
+    /// `lookup` of the linker face
+    Lookup,
+    /// From `load` to the end of `finish_layer_wise_loading`
+    Load,
+    /// From `offload` to `pop_completed_offload`
+    Offload,
 }
 
 /// Everything a data call points at. A call that is late keeps it; so it owns copies, in buffers that are used again and again.
@@ -112,7 +123,9 @@ pub struct CallBuffers {
     pub deadline_ns: u64,
     /// Number of the call.
     pub trace_id: u64,
-    message: Vec<u8>,
+    /// What a call by the linker face has beside that.
+    pub link: LinkBuffers,
+    pub(super) message: Vec<u8>,
 }
 
 impl CallBuffers {
@@ -125,13 +138,13 @@ impl CallBuffers {
         pools: &[Registered],
     ) -> Result<(), CallFailure> {
         let count = self.keys.len();
-        let context = CallContext {
-            deadline_ns: self.deadline_ns,
-            cancel: Arc::as_ptr(&self.cancel).cast(),
-            trace_id: self.trace_id,
+        let linker = || {
+            let lacks = || CallFailure::new(ErrorKind::Unsupported, false, "the plugin has no linker face");
+            face.linker().ok_or_else(lacks)
         };
+        let context = self.context();
         self.statuses.clear();
-        if operation == Operation::Exists {
+        if matches!(operation, Operation::Exists | Operation::Lookup) {
             self.statuses.resize(pools.len() * count, 0);
             self.restorable.clear();
             self.restorable.resize(count + 1, 0);
@@ -145,17 +158,23 @@ impl CallBuffers {
                 chain_position: self.position,
                 prefix_keys: self.prefix_keys.as_ptr(),
                 prefix_key_count: self.prefix_keys.len() as u64,
-                request: 0,
+                request: if operation == Operation::Lookup { self.link.request } else { 0 },
                 restorable: self.restorable.as_mut_ptr(),
                 present: self.statuses.as_mut_ptr(),
             };
+            let args = &raw const args;
+            let linker = (operation == Operation::Lookup).then(linker).transpose()?;
             return invoke(&mut self.message, |error| {
                 // SAFETY: the face is the library's, the instance is open, and the arguments live until the call returns.
-                unsafe { face.batch_exists(instance, &raw const args, error) }
+                unsafe {
+                    match linker {
+                        Some(linker) => linker.lookup(instance, args, error),
+                        None => face.batch_exists(instance, args, error),
+                    }
+                }
             });
         }
-        let own = || pools.iter().filter(|pool| Some(pool.group) == self.group);
-        let named = own().count();
+        let named = self.own(pools).count();
         if named == 0 {
             // A transfer that no pool is registered for would store nothing, and say that all is well.
             let group = self.group.map_or("no", PoolGroup::as_str);
@@ -163,22 +182,12 @@ impl CallBuffers {
             return Err(CallFailure::new(ErrorKind::Internal, false, message));
         }
         self.statuses.resize(named * count, 0);
-        let statuses = self.statuses.as_mut_ptr();
-        let mut transfers: SmallVec<[PoolTransfer; FEW_POOLS]> = own()
-            .enumerate()
-            .map(|(place, pool)| PoolTransfer {
-                pool: pool.pool,
-                layer_first: 0,
-                layer_count: 0,
-                chain_offset: 0,
-                keys: self.keys.as_ptr(),
-                pages: if self.pages.is_empty() { std::ptr::null() } else { self.pages.as_ptr() },
-                count: count as u64,
-                statuses: statuses.wrapping_add(place * count),
-            })
-            .collect();
-        // Side pools come first: a page that the anchor has is there in all pools.
-        transfers.reverse();
+        match operation {
+            Operation::Load => return self.load(linker()?, instance, pools),
+            Operation::Offload => return self.offload(linker()?, instance, pools),
+            _ => {}
+        }
+        let transfers = self.transfers(pools, 0..count);
         let args = BatchArgs {
             context,
             transfers: transfers.as_ptr(),
@@ -195,10 +204,46 @@ impl CallBuffers {
                 match operation {
                     Operation::Get => face.batch_get(instance, args, error),
                     Operation::Set => face.batch_set(instance, args, error),
-                    Operation::Remove | Operation::Exists => face.batch_remove(instance, args, error),
+                    _ => face.batch_remove(instance, args, error),
                 }
             }
         })
+    }
+
+    /// Deadline and cancel flag.
+    pub(super) fn context(&self) -> CallContext {
+        CallContext { deadline_ns: self.deadline_ns, cancel: Arc::as_ptr(&self.cancel).cast(), trace_id: self.trace_id }
+    }
+
+    /// Those of `pools` that a call about pages moves.
+    pub(super) fn own<'a>(&self, pools: &'a [Registered]) -> impl Iterator<Item = &'a Registered> {
+        let group = self.group;
+        pools.iter().filter(move |pool| Some(pool.group) == group)
+    }
+
+    /// Part of the call's pages, in each pool. `statuses` is as long as it takes.
+    pub(super) fn transfers(&mut self, pools: &[Registered], pages: Range<usize>) -> Transfers {
+        let count = self.keys.len();
+        let statuses = self.statuses.as_mut_ptr();
+        let indices = if self.pages.is_empty() { std::ptr::null() } else { self.pages[pages.clone()].as_ptr() };
+        let keys = self.keys[pages.clone()].as_ptr();
+        let mut transfers: Transfers = self
+            .own(pools)
+            .enumerate()
+            .map(|(place, pool)| PoolTransfer {
+                pool: pool.pool,
+                layer_first: 0,
+                layer_count: 0,
+                chain_offset: 0,
+                keys,
+                pages: indices,
+                count: pages.len() as u64,
+                statuses: statuses.wrapping_add(place * count + pages.start),
+            })
+            .collect();
+        // Side pools come first: a page that the anchor has is there in all pools.
+        transfers.reverse();
+        transfers
     }
 
     /// The status of page `key` of a get, set or remove over all pools of its group: that of the pool in which it is worst. Left unanswered

@@ -31,6 +31,18 @@ pub type HealthListener = Box<dyn Fn(HealthState, String) + Send + Sync>;
 /// Called when a plugin tells that its store has lost what it held.
 pub type LossListener = Box<dyn Fn() + Send + Sync>;
 
+/// Called when a plugin tells of its linker calls.
+pub type LinkListener = Box<dyn Fn(LinkNews) + Send + Sync>;
+
+/// What a plugin tells of its linker calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkNews {
+    /// An offload has completed.
+    OffloadCompleted,
+    /// Layers of a batch of loads were settled.
+    LayersSettled,
+}
+
 /// What stands behind the `host_context` of one instance. It lives as long as the process, because a plugin's threads may
 /// call at any time.
 pub struct HostContext {
@@ -38,6 +50,7 @@ pub struct HostContext {
     metrics: Mutex<BTreeMap<(String, String), PluginMetric>>,
     listener: Mutex<Option<Arc<HealthListener>>>,
     loss_listener: Mutex<Option<Arc<LossListener>>>,
+    link_listener: Mutex<Option<Arc<LinkListener>>>,
 }
 
 impl std::fmt::Debug for HostContext {
@@ -54,6 +67,7 @@ impl HostContext {
             metrics: Mutex::default(),
             listener: Mutex::default(),
             loss_listener: Mutex::default(),
+            link_listener: Mutex::default(),
         }))
     }
 
@@ -65,6 +79,18 @@ impl HostContext {
     /// Sets who hears of lost contents; none ends it.
     pub fn listen_for_losses(&self, listener: Option<LossListener>) {
         *self.loss_listener.lock().unwrap_or_else(PoisonError::into_inner) = listener.map(Arc::new);
+    }
+
+    /// Sets who hears of linker calls; none ends it.
+    pub fn listen_for_links(&self, listener: Option<LinkListener>) {
+        *self.link_listener.lock().unwrap_or_else(PoisonError::into_inner) = listener.map(Arc::new);
+    }
+
+    fn link_news(&self, news: LinkNews) {
+        let listener = self.link_listener.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(listener) = listener {
+            listener(news);
+        }
     }
 
     /// Tells that what the store held is gone.
@@ -182,12 +208,14 @@ unsafe extern "C" fn health_changed(context: *mut c_void, state: u32, reason: By
     }
 }
 
-unsafe extern "C" fn offload_completed(_context: *mut c_void) {
-    // Hierarchical mode queues no offloads; a linker polls `num_completed_offloads`.
+unsafe extern "C" fn offload_completed(context: *mut c_void) {
+    // SAFETY: rules of the boundary.
+    unsafe { guarded(context, |context| context.link_news(LinkNews::OffloadCompleted)) }
 }
 
-unsafe extern "C" fn layers_settled(_context: *mut c_void, _batch: u64) {
-    // Hierarchical mode starts no layer-wise loads.
+unsafe extern "C" fn layers_settled(context: *mut c_void, _batch: u64) {
+    // SAFETY: rules of the boundary.
+    unsafe { guarded(context, |context| context.link_news(LinkNews::LayersSettled)) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! One open instance of a plugin, as the cache uses it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,13 +10,14 @@ use kvdock_plugin_api::{Capabilities, ClearScope, HealthState};
 
 use super::abi::{Face, RawInstance};
 use super::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held, PageKey,
-    PageStatus, PoolGroup, Restorable, StorageBackend,
+    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held, LayerLoad,
+    PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
 };
 use super::call::{CallBuffers, CallFailure, Operation, deadline_ns, invoke};
 use super::controls::Controls;
-use super::host_table::HostContext;
+use super::host_table::{HostContext, LinkNews};
 use super::library::Library;
+use super::linked::{LinkBuffers, LinkState, LoadPart};
 use super::pool_desc::Registered;
 use super::state::{BackendState, StateCell};
 use super::workers::{Outcome, Workers};
@@ -62,7 +63,10 @@ pub struct Instance {
     limits: BackendLimits,
     settings: BackendSettings,
     state: Arc<StateCell>,
-    workers: Workers,
+    workers: Arc<Workers>,
+    link: Arc<LinkState>,
+    /// It has the linker face.
+    linker: bool,
     controls: Arc<Controls>,
     calls: AtomicU64,
     /// Data calls between the look at the state and their end. Whoever sees none after the state has left those that serve
@@ -132,7 +136,20 @@ impl Instance {
             let reason = "every call that it may run at a time hangs";
             late_state.go_if(BackendState::serves, BackendState::Failed, reason);
         });
-        let workers = Workers::start(&name, library.face(), raw, pools.clone(), concurrency, on_all_late)?;
+        let workers = Arc::new(Workers::start(&name, library.face(), raw, pools.clone(), concurrency, on_all_late)?);
+        let link: Arc<LinkState> = Arc::default();
+        let linker = capabilities.linker && library.face().linker().is_some();
+        if linker {
+            let (link, workers) = (link.clone(), Arc::downgrade(&workers));
+            context.listen_for_links(Some(Box::new(move |news| match news {
+                LinkNews::OffloadCompleted => link.offload_completed(),
+                LinkNews::LayersSettled => {
+                    if let Some(workers) = workers.upgrade() {
+                        workers.nudge();
+                    }
+                }
+            })));
+        }
         let health_state = state.clone();
         let told: Arc<Mutex<Option<String>>> = Arc::default();
         let tells = told.clone();
@@ -157,6 +174,8 @@ impl Instance {
             settings,
             state,
             workers,
+            link,
+            linker,
             controls: Arc::default(),
             calls: AtomicU64::new(0),
             entered: AtomicUsize::new(0),
@@ -212,6 +231,21 @@ impl Instance {
         chain: &ChainInfo<'_>,
         read: impl FnOnce(&CallBuffers) -> R,
     ) -> Result<R, BackendError> {
+        self.linked_call(operation, options, about, chain, |_| {}, None, read)
+    }
+
+    /// As `data_call`, with what a linker call has beside that.
+    #[allow(clippy::too_many_arguments)] // Each is one of the call's own.
+    fn linked_call<R>(
+        &self,
+        operation: Operation,
+        options: &CallOptions,
+        about: About<'_>,
+        chain: &ChainInfo<'_>,
+        link: impl FnOnce(&mut LinkBuffers),
+        watch: Option<&mut dyn FnMut()>,
+        read: impl FnOnce(&CallBuffers) -> R,
+    ) -> Result<R, BackendError> {
         let _entered = Entered::new(&self.entered);
         if !self.state.serves() {
             let state = self.state.report();
@@ -235,8 +269,9 @@ impl Instance {
             buffers.cancel = options.cancel.clone();
             buffers.deadline_ns = deadline_ns(options.deadline);
             buffers.trace_id = trace_id;
+            link(&mut buffers.link);
         };
-        match self.workers.call(operation, options.deadline, fill, read) {
+        match self.workers.call(operation, options.deadline, fill, watch, read) {
             Outcome::Returned(result) => result.map_err(|failure| self.error(failure, false)),
             Outcome::Late => {
                 self.workers.quarantine(pages.len());
@@ -268,11 +303,21 @@ impl Instance {
         if keys.is_empty() {
             return Ok(());
         }
-        self.data_call(operation, options, about, chain, |buffers| {
-            for (key, to) in status.iter_mut().enumerate() {
-                *to = buffers.status(key);
+        let link = |link: &mut LinkBuffers| link.state = self.link.clone();
+        self.linked_call(operation, options, about, chain, link, None, |buffers| read_statuses(buffers, status))
+    }
+
+    fn read_restorable(&self, buffers: &CallBuffers) -> Restorable {
+        let mask = buffers.restorable.iter().map(|byte| *byte == 1).collect();
+        let mut answer = Restorable::from_mask(mask);
+        for group in PoolGroup::ALL {
+            if self.pools.iter().any(|pool| pool.group == group) {
+                let keys = 0..buffers.keys.len();
+                let present = keys.map(|key| buffers.present(&self.pools, group, key)).collect();
+                answer = answer.with_present_of(group, present);
             }
-        })
+        }
+        answer
     }
 
     fn control<T: Send + 'static>(
@@ -310,6 +355,7 @@ impl Instance {
     /// Ends the drain of a `shut` that runs or comes: calls that run are cancelled at once.
     pub fn hurry(&self) {
         self.hurried.store(true, Ordering::SeqCst);
+        self.link.end();
         self.workers.cancel_all();
     }
 
@@ -340,11 +386,13 @@ impl Instance {
             }
         }
         if !self.wait_idle(Instant::now()) {
+            self.link.end();
             self.workers.cancel_all();
         }
         *end = if self.wait_idle(deadline) && self.controls.seal(deadline) {
             self.context.listen(None);
             self.context.listen_for_losses(None);
+            self.context.listen_for_links(None);
             self.close(deadline, reason)
         } else {
             self.state.go(BackendState::Zombie, "a call has not returned; it can't be closed before it does");
@@ -385,6 +433,13 @@ impl Instance {
         };
         self.state.go_if(|before| end == End::Closing || before != BackendState::Failed, state, &reason);
         end
+    }
+}
+
+/// What the plugin said of each page.
+fn read_statuses(buffers: &CallBuffers, status: &mut [PageStatus]) {
+    for (key, to) in status.iter_mut().enumerate() {
+        *to = buffers.status(key);
     }
 }
 
@@ -473,17 +528,7 @@ impl StorageBackend for Instance {
             return Ok(Restorable::none(0));
         }
         let about = About { group: None, held: *held, keys, pages: &[] };
-        self.data_call(Operation::Exists, options, about, chain, |buffers| {
-            let mask = buffers.restorable.iter().map(|byte| *byte == 1).collect();
-            let mut answer = Restorable::from_mask(mask);
-            for group in PoolGroup::ALL {
-                if self.pools.iter().any(|pool| pool.group == group) {
-                    let present = (0..keys.len()).map(|key| buffers.present(&self.pools, group, key)).collect();
-                    answer = answer.with_present_of(group, present);
-                }
-            }
-            answer
-        })
+        self.data_call(Operation::Exists, options, about, chain, |buffers| self.read_restorable(buffers))
     }
 
     fn batch_get(
@@ -518,6 +563,79 @@ impl StorageBackend for Instance {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         self.page_call(Operation::Remove, options, About::pages(group, keys, &[]), &ChainInfo::default(), status)
+    }
+
+    fn has_linker(&self) -> bool {
+        self.linker
+    }
+
+    fn lookup(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        chain: &ChainInfo<'_>,
+        request: u64,
+    ) -> Result<Restorable, BackendError> {
+        if keys.is_empty() {
+            return Ok(Restorable::none(0));
+        }
+        let link = |link: &mut LinkBuffers| link.request = request;
+        let about = About { group: None, held: Held::default(), keys, pages: &[] };
+        let read = |buffers: &CallBuffers| self.read_restorable(buffers);
+        self.linked_call(Operation::Lookup, options, about, chain, link, None, read)
+    }
+
+    fn load_layers(
+        &self,
+        options: &CallOptions,
+        loads: &[LayerLoad<'_>],
+        words: &Arc<[AtomicU32]>,
+        watch: &mut dyn FnMut(),
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        let (mut keys, mut pages, mut prefix) = (Vec::new(), Vec::new(), Vec::new());
+        let mut parts = Vec::with_capacity(loads.len());
+        for load in loads {
+            let (from, before) = (keys.len(), prefix.len());
+            keys.extend_from_slice(load.keys);
+            pages.extend_from_slice(load.pages);
+            prefix.extend_from_slice(load.chain.prefix_keys);
+            parts.push(LoadPart {
+                request: load.request,
+                pages: from..keys.len(),
+                position: load.chain.position,
+                prefix: before..prefix.len(),
+            });
+        }
+        if keys.len() != pages.len() || keys.len() != status.len() {
+            let message = format!("{} keys, {} pages, {} statuses", keys.len(), pages.len(), status.len());
+            return Err(self.error(CallFailure::new(ErrorKind::Internal, false, message), false));
+        }
+        status.fill(PageStatus::Failed);
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let link = |link: &mut LinkBuffers| {
+            link.state = self.link.clone();
+            link.parts = parts;
+            link.words = words.clone();
+        };
+        let chain = ChainInfo { position: 0, prefix_keys: &prefix, session_id: "" };
+        let read = |buffers: &CallBuffers| read_statuses(buffers, status);
+        let about = About::pages(PoolGroup::Full, &keys, &pages);
+        self.linked_call(Operation::Load, options, about, &chain, link, Some(watch), read)
+    }
+
+    fn offload(
+        &self,
+        options: &CallOptions,
+        group: PoolGroup,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        self.page_call(Operation::Offload, options, About::pages(group, keys, pages), chain, status)
     }
 
     fn flush(&self, options: &CallOptions) -> Result<(), BackendError> {

@@ -19,6 +19,7 @@ pub mod instance;
 #[cfg(test)]
 mod instance_tests;
 pub mod library;
+mod linked;
 pub mod manager;
 pub mod open;
 mod policies;

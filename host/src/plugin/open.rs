@@ -39,6 +39,8 @@ pub struct OpenRequest {
     pub identity: Arc<WorkerIdentity>,
     /// The pools to register, the anchor first.
     pub pools: Arc<[HostPoolDescription]>,
+    /// Which face the host will use.
+    pub mode: CacheMode,
     /// Where its state is shown while it opens, and later.
     pub state: Arc<StateCell>,
     /// Where the calls from `open` to the health check are counted; busy after a failure as long as one has not returned.
@@ -69,6 +71,25 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let own = request.config.for_schema(schema);
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
     request.config.check_key_scheme(schema).map_err(fail)?;
+    if request.mode == CacheMode::Linker {
+        if !library.info.note.capabilities.linker {
+            return Err(fail(lacks_linker(&request.config.plugin)));
+        }
+        if request.config.settings.write_policy.as_deref() == Some("write_back") {
+            return Err(fail(
+                "its write_policy = \"write_back\" stores pages that leave the device for the host tier, and cache.mode = \"linker\" has no host \
+                 tier; set \"write_through\" or \"write_through_selective\""
+                    .into(),
+            ));
+        }
+        if request.config.key_scheme != KeyScheme::Kvdock {
+            return Err(fail(
+                "its pages would carry no seal under another engine's names, and with cache.mode = \"linker\" a page counts \
+                 only by its seal; set key_scheme = \"kvdock\""
+                    .into(),
+            ));
+        }
+    }
 
     state.go(BackendState::Opening, "");
     let deadline = Instant::now() + OPEN_TIMEOUT;
@@ -79,6 +100,8 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         library: library.clone(),
         identity: request.identity.clone(),
         pools: request.pools.clone(),
+        mode: request.mode,
+        plugin: request.config.plugin.clone(),
         key_scheme: request.config.key_scheme,
         config_json,
         context,
@@ -124,6 +147,8 @@ struct Steps {
     library: Arc<Library>,
     identity: Arc<WorkerIdentity>,
     pools: Arc<[HostPoolDescription]>,
+    mode: CacheMode,
+    plugin: String,
     key_scheme: KeyScheme,
     config_json: String,
     context: &'static HostContext,
@@ -161,6 +186,9 @@ impl Steps {
             let message = format!("it claims the capability {capability}, which its note does not declare");
             return Err(CallFailure::new(ErrorKind::Internal, false, message));
         }
+        if self.mode == CacheMode::Linker && !(capabilities.linker && face.linker().is_some()) {
+            return Err(CallFailure::new(ErrorKind::Unsupported, false, lacks_linker(&self.plugin)));
+        }
         Ok(capabilities)
     }
 
@@ -195,7 +223,7 @@ impl Steps {
             identity: &raw const identity,
             host: &raw const HOST_TABLE,
             host_context: self.context.raw(),
-            cache_mode: CacheMode::Hierarchical.raw(),
+            cache_mode: self.mode.raw(),
             reserved: 0,
         };
         let mut raw = std::ptr::null_mut();
@@ -242,6 +270,13 @@ impl Steps {
             }
         }
     }
+}
+
+fn lacks_linker(plugin: &str) -> String {
+    format!(
+        "with this configuration the plugin {plugin} has no linker face, by which pages come layer by layer, and cache.mode = \"linker\" needs one; \
+         take another plugin, or cache.mode = \"hierarchical\""
+    )
 }
 
 /// Closes an instance that takes no traffic. What `close` says is logged only: there is no way back.

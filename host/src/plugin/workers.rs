@@ -19,6 +19,9 @@ use super::pool_desc::Registered;
 /// How long a call may go on after it was cancelled at its deadline, before the caller gives up.
 const GRACE: Duration = Duration::from_millis(20);
 
+/// How often a call that is watched is looked at, should the plugin not tell of its progress.
+const LOOK: Duration = Duration::from_millis(1);
+
 /// How a data call ended.
 #[derive(Debug)]
 pub enum Outcome<R> {
@@ -135,12 +138,14 @@ impl Workers {
         Ok(started)
     }
 
-    /// Makes a call. `fill` writes the arguments into buffers that still hold those of an earlier call, `read` takes the answers out.
+    /// Makes a call. `fill` writes the arguments into buffers that still hold those of an earlier call, `read` takes the answers out. `watch`
+    /// is called again and again while the call runs, at the latest [`LOOK`] after each [`Workers::nudge`].
     pub fn call<R>(
         &self,
         operation: Operation,
         deadline: Instant,
         fill: impl FnOnce(&mut CallBuffers),
+        mut watch: Option<&mut dyn FnMut()>,
         read: impl FnOnce(&CallBuffers) -> R,
     ) -> Outcome<R> {
         let Some(index) = self.take_worker(deadline) else {
@@ -188,8 +193,24 @@ impl Workers {
                 drop(slot);
                 return Outcome::Late;
             }
-            slot = worker.done.wait_timeout(slot, left).unwrap_or_else(PoisonError::into_inner).0;
+            let mut pause = left;
+            if let Some(watch) = &mut watch {
+                // Without the slot, so that the end of the call need not wait for it.
+                drop(slot);
+                watch();
+                slot = lock(&worker.slot);
+                if matches!(slot.phase, Phase::Done(_)) {
+                    continue;
+                }
+                pause = pause.min(LOOK);
+            }
+            slot = worker.done.wait_timeout(slot, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Lets those who watch their calls look at once.
+    pub fn nudge(&self) {
+        self.shared.workers.iter().for_each(|worker| worker.done.notify_all());
     }
 
     fn take_worker(&self, deadline: Instant) -> Option<usize> {

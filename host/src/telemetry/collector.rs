@@ -115,12 +115,15 @@ fn pools(out: &mut Writer<'_>, cache: &CacheStats, page_size: u32) -> fmt::Resul
     out.gauge("sglang:hicache_host_used_tokens", "Host tokens in use", cache.host_used_tokens as f64)?;
     out.gauge("sglang:hicache_host_total_tokens", "Tokens the host pool holds", cache.host_total_tokens as f64)?;
     out.gauge("kvdock:tree_nodes", "Nodes of the radix tree", cache.tree_nodes as f64)?;
-    out.gauge("kvdock:backup_pending_pages", "Host pages on their way to storage", cache.backup_pending_pages as f64)?;
+    out.gauge("kvdock:backup_pending_pages", "Pages on their way to storage", cache.backup_pending_pages as f64)?;
     out.gauge(
         "kvdock:quarantined_pages",
-        "Host pages held by storage calls that are late",
+        "Host or transit pages held by storage calls that are late",
         cache.host_quarantined_pages as f64,
     )?;
+    out.gauge("kvdock:transit_used_tokens", "Tokens in transit pages in use", cache.transit_used_tokens as f64)?;
+    out.gauge("kvdock:transit_total_tokens", "Tokens the transit pages hold", cache.transit_total_tokens as f64)?;
+    out.gauge("kvdock:layer_loads_running", "Loads layer by layer running", cache.layer_loads_running as f64)?;
     out.gauge("kvdock:prefetches_running", "Prefetches running", cache.prefetches_running as f64)
 }
 
@@ -151,8 +154,8 @@ fn tiers(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
 }
 
 fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
-    out.counter("sglang:prefetched_tokens", "Tokens from storage to host", cache.prefetched_tokens)?;
-    out.counter("sglang:backuped_tokens", "Tokens from host to storage", cache.backuped_tokens)?;
+    out.counter("sglang:prefetched_tokens", "Tokens from storage to host, or to the device", cache.prefetched_tokens)?;
+    out.counter("sglang:backuped_tokens", "Tokens from host or device to storage", cache.backuped_tokens)?;
     out.counter("sglang:storage_prefetch_hit_tokens", "Tokens that storage said it has", cache.storage_hit_tokens)?;
     let reasons = [
         ("below_threshold", cache.unfulfilled_below_threshold_tokens),
@@ -186,6 +189,12 @@ fn prefetch(out: &mut Writer<'_>, cache: &CacheStats) -> fmt::Result {
         cache.promoted_tokens,
     )?;
     out.counter("kvdock:breaker_skips", "Storage calls not made: the backend keeps failing", cache.breaker_skips)?;
+    out.counter("kvdock:late_layers", "Passes given up: a layer from storage was late", cache.late_layers)?;
+    out.counter(
+        "kvdock:recomputed_tails",
+        "Results thrown away: pages from storage that they stand on were not right",
+        cache.recomputed_tails,
+    )?;
     out.counter("kvdock:corrupt_pages", "Pages with wrong bytes", cache.corrupt_pages)?;
     out.counter("kvdock:healed_pages", "Corrupt pages removed from storage", cache.healed_pages)?;
     out.counter("kvdock:backup_retries", "Writes to storage tried again", cache.backup_retries)

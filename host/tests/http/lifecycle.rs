@@ -96,7 +96,10 @@ fn starts_that_can_not_work_say_why_in_a_line() {
             "engine.device = \"cuda\": CUDA: ",
         ),
         (&["--set", &model, "--set", "engine.tp_size=2"], "one rank"),
-        (&["--set", &model, "--set", "cache.mode=linker"], "cache.mode = \"linker\""),
+        (
+            &["--set", &model, "--set", "cache.mode=linker", "--set", "cache.host_tokens=4096"],
+            "cache.mode = \"linker\" has no host tier",
+        ),
         (&["--set", &model, "--set", "server.port=0", "--set", "cache.device_tokens=8"], "cache.device_tokens = 8"),
         (&["--set", &model, "--set", "server.port=0", "--set", "storage.backend=no-such-plugin"], "no-such-plugin"),
         (&["--config", "/no/such/file.toml"], "/no/such/file.toml: can't be read"),

@@ -36,14 +36,15 @@ impl Store {
                         call.check()?;
                     }
                     let id = PageId { key: *key, tag: info.tag_number };
-                    let there = if info.is_small() {
-                        self.known_small(&root, &id, &mut looked, &call).is_some_and(
-                            |known| matches!(known.place, Place::Pack(place) if place.len == info.page_bytes),
-                        )
-                    } else {
-                        self.known(&id).is_some_and(|known| known.place == Place::File(file_len(info.page_bytes)))
-                            || self.find_file(&root, &id, info)
-                    };
+                    let there = !self.is_hidden(&id)
+                        && if info.is_small() {
+                            self.known_small(&root, &id, &mut looked, &call).is_some_and(
+                                |known| matches!(known.place, Place::Pack(place) if place.len == info.page_bytes),
+                            )
+                        } else {
+                            self.known(&id).is_some_and(|known| known.place == Place::File(file_len(info.page_bytes)))
+                                || self.find_file(&root, &id, info)
+                        };
                     exists.set(number, at, if there { PageStatus::Ok } else { PageStatus::Missing });
                     if !there && needs_all(*policy) {
                         end = at;

@@ -78,7 +78,7 @@ impl<'a> Batch<'a> for Reads<'a> {
             Job::File { item, pieces: range, .. } => {
                 let item = self.items.get(*item)?;
                 let tag = self.store.index.tag_text(item.id.tag);
-                Op::ReadFile { path: names::page(&item.id.key, &tag), pieces: pieces(range)? }
+                Op::ReadFile { path: names::page(&item.id.key, &tag), offset: 0, pieces: pieces(range)? }
             }
             Job::Run { file, offset, pieces: range, .. } => {
                 Op::ReadAt { file: self.files.get(*file)?.as_fd(), offset: *offset, pieces: pieces(range)? }
@@ -221,6 +221,9 @@ impl Store {
     }
 
     fn get_pages(&self, batch: &Pages<'_, Get>) -> Result<()> {
+        if batch.transfers().iter().any(|transfer| transfer.layers().is_some()) {
+            return self.read_by_layer(batch.transfers(), batch.call(), &|| Ok(()), |_| {});
+        }
         let root = self.root();
         let mut items = Vec::with_capacity(batch.len());
         let mut list: Vec<libc::iovec> = Vec::new();
@@ -230,6 +233,10 @@ impl Store {
             let info = self.pool(transfer.pool())?;
             for (number, (key, page)) in transfer.keys().iter().zip(transfer.pages()).enumerate() {
                 let id = PageId { key: *key, tag: info.tag_number };
+                if self.is_hidden(&id) {
+                    transfer.finish(number, PageStatus::Missing);
+                    continue;
+                }
                 let start = list.len();
                 for segment in 0..transfer.pool().segments().len() {
                     let (base, len) = transfer.pool().piece(*page, segment)?;
@@ -325,7 +332,7 @@ impl Store {
     }
 
     /// Notes a use; a page that another process stored is known from now on.
-    fn touch(&self, id: &PageId, now: u32) {
+    pub fn touch(&self, id: &PageId, now: u32) {
         if self.index.get(id).is_some() {
             return self.index.touch(id, now);
         }

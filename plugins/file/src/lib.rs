@@ -12,6 +12,8 @@ mod health;
 mod index;
 mod io;
 mod keeper;
+mod layers;
+mod linker;
 mod names;
 mod pack;
 mod remove;
@@ -27,8 +29,8 @@ use std::time::Instant;
 
 use kvdock_plugin_api::v0_1::Stats;
 use kvdock_plugin_api::{
-    Backend, Batch, Call, Capabilities, ClearScope, Error, ErrorKind, Exists, Get, Health, NoLinker, Open, Pool,
-    Remove, Result, Set, export_plugin,
+    Backend, Batch, Call, Capabilities, ClearScope, Error, ErrorKind, Exists, Get, Health, Open, Pool, Remove, Result,
+    Set, export_plugin,
 };
 use parking_lot::Mutex;
 
@@ -40,6 +42,7 @@ use store::Store;
 #[derive(Debug)]
 pub struct FileBackend {
     store: Arc<Store>,
+    face: linker::Face,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -54,6 +57,7 @@ impl FileBackend {
     }
 
     fn stop(&self) {
+        self.face.close();
         self.store.request_stop();
         for thread in self.threads.lock().drain(..) {
             // A thread that panicked has ended too.
@@ -71,10 +75,14 @@ impl Drop for FileBackend {
 }
 
 impl Backend for FileBackend {
-    type Linker = NoLinker<Self>;
+    type Linker = linker::FileLinker;
 
     fn open(open: &Open<'_>) -> Result<Self> {
-        let backend = FileBackend { store: Arc::new(Store::open(open)?), threads: Mutex::default() };
+        let backend = FileBackend {
+            store: Arc::new(Store::open(open)?),
+            face: linker::Face::default(),
+            threads: Mutex::default(),
+        };
         backend.spawn("kvdock-file-look", Store::first_look)?;
         backend.spawn("kvdock-file-keep", keeper::run)?;
         Ok(backend)
@@ -161,6 +169,7 @@ export_plugin! {
         shared: true,
         checksums: true,
         logical_pools: true,
+        ranges: true,
         preferred_batch: 128,
         concurrency: 4,
         ..Capabilities::NONE

@@ -189,31 +189,37 @@ impl Store {
     }
 
     fn set_pages(&self, batch: &Pages<'_, Set>) -> Result<()> {
-        if batch.is_empty() {
+        let result = self.set_transfers(batch.transfers(), batch.call());
+        batch_result(batch.transfers(), result.err())
+    }
+
+    /// Stores pages; gives the first error.
+    pub fn set_transfers(&self, transfers: &[Transfer<'_>], call: &Call<'_>) -> Result<()> {
+        if transfers.iter().all(Transfer::is_empty) {
             return Ok(());
         }
         if let Some(trouble) = self.health.trouble() {
-            refuse(batch);
+            refuse(transfers);
             return Err(trouble.retryable());
         }
         let root = self.root_for_writing().map_err(|error| {
-            refuse(batch);
+            refuse(transfers);
             self.write_failed(&error, 0)
         })?;
         // Side pools come first and the anchor last, so an anchor's page is never seen before its companions.
         let mut first_error = None;
-        for transfer in batch.transfers() {
+        for transfer in transfers {
             let info = self.pool(transfer.pool())?;
             let stored = if info.is_small() {
-                self.set_small(&root, batch.call(), transfer, &info)
+                self.set_small(&root, call, transfer, &info)
             } else {
-                self.set_large(&root, batch.call(), transfer, &info)
+                self.set_large(&root, call, transfer, &info)
             };
             if let Err(error) = stored {
                 first_error.get_or_insert(error);
             }
         }
-        batch_result(batch, first_error)
+        first_error.map_or(Ok(()), Err)
     }
 
     /// The error for the host, and the state of the store, after a write failed.
@@ -260,7 +266,7 @@ impl Store {
     }
 
     /// Whether a page's file is there with the right length, and whether this instance knew. It counts as used now.
-    fn is_stored(&self, root: &Root, id: &PageId, info: &PoolInfo) -> Option<bool> {
+    pub fn is_stored(&self, root: &Root, id: &PageId, info: &PoolInfo) -> Option<bool> {
         let path = names::page(&id.key, &info.tag.text);
         let stat = rustix::fs::statat(&root.namespace, path.as_cstr(), AtFlags::SYMLINK_NOFOLLOW).ok()?;
         let bytes = file_len(info.page_bytes);
@@ -463,16 +469,16 @@ fn written_list(
     written
 }
 
-fn refuse(batch: &Pages<'_, Set>) {
-    for transfer in batch.transfers() {
+fn refuse(transfers: &[Transfer<'_>]) {
+    for transfer in transfers {
         (0..transfer.len()).for_each(|number| transfer.finish(number, PageStatus::Refused));
     }
 }
 
 /// A call of which a part was stored is a success: each page has its status. One of which nothing was stored is an error.
-fn batch_result(batch: &Pages<'_, Set>, error: Option<Error>) -> Result<()> {
+fn batch_result(transfers: &[Transfer<'_>], error: Option<Error>) -> Result<()> {
     let Some(error) = error else { return Ok(()) };
     let stopped = matches!(error.kind, ErrorKind::Cancelled | ErrorKind::TimedOut);
-    let any = batch.transfers().iter().any(|t| (0..t.len()).any(|number| t.status(number) == PageStatus::Ok));
+    let any = transfers.iter().any(|t| (0..t.len()).any(|number| t.status(number) == PageStatus::Ok));
     if any && !stopped { Ok(()) } else { Err(error) }
 }

@@ -1,6 +1,6 @@
 //! The store: one directory, one namespace, the parts that share them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -80,6 +80,8 @@ pub struct Store {
     /// Held while room is made.
     pub evicting: Mutex<()>,
     pub undeletable: AtomicU64,
+    /// Pages of offloads under way: nobody sees one before all of them are stored.
+    hidden: RwLock<HashSet<PageId>>,
     /// Whether the first look at the whole directory is over.
     pub scanned: AtomicBool,
     stop: Mutex<bool>,
@@ -131,6 +133,7 @@ impl Store {
             temp_number: AtomicU64::new(0),
             evicting: Mutex::new(()),
             undeletable: AtomicU64::new(0),
+            hidden: RwLock::default(),
             scanned: AtomicBool::new(false),
             stop: Mutex::new(false),
             stopped: Condvar::new(),
@@ -209,6 +212,23 @@ impl Store {
         self.pools.read().get(&pool.id()).cloned().ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("pool {} ({}) is not registered", pool.id(), pool.name()))
         })
+    }
+
+    /// Whether a page is part of an offload that is not whole yet.
+    pub fn is_hidden(&self, id: &PageId) -> bool {
+        let hidden = self.hidden.read();
+        !hidden.is_empty() && hidden.contains(id)
+    }
+
+    /// Hides pages, or shows them, all at once.
+    pub fn hide(&self, pages: &[PageId], hide: bool) {
+        let mut hidden = self.hidden.write();
+        for id in pages {
+            match hide {
+                true => drop(hidden.insert(*id)),
+                false => drop(hidden.remove(id)),
+            }
+        }
     }
 
     /// A registered pool by its tag.

@@ -83,6 +83,45 @@ fn a_prompt_that_shares_half_its_pages_is_exact_too() {
     rig.stop();
 }
 
+/// Layers come while the forward runs. Whatever that is beside, the bits are those of computing.
+#[test]
+fn logits_are_the_same_when_layers_come_from_storage_while_they_are_needed() {
+    let mut reference: Option<Rows> = None;
+    for chunk in [512, 64, 4096] {
+        let storage = tempfile::tempdir().unwrap();
+        let mut check = |what: &str, rows: Rows| match &reference {
+            None => reference = Some(rows),
+            Some(reference) => reference.must_equal(&rows, &format!("{what}, chunks of {chunk}")),
+        };
+        let prompt = prompt::ids(90, TOKENS);
+        let rig = Rig::start_linked(chunk, storage.path());
+        let cold = rig.run("cold", &prompt, NEW, None);
+        cold.came_from(Tier::Nowhere, 0);
+        check("cold", cold.rows);
+        rig.wait_stored(u64::from(WHOLE) / 16);
+        rig.empty_device();
+        let alone = rig.run("storage", &prompt, NEW, None);
+        alone.came_from(Tier::Storage, WHOLE);
+        check("from storage", alone.rows);
+        let device = rig.run("device", &prompt, NEW, None);
+        device.came_from(Tier::Device, WHOLE);
+        check("from the device", device.rows);
+        rig.empty_device();
+        let busy = rig.run_in_company("busy", &prompt, NEW, None);
+        busy.came_from(Tier::Storage, WHOLE);
+        check("from storage beside 7 others", busy.rows);
+        rig.check_integrity();
+        rig.stop();
+
+        let rig = Rig::start_linked(chunk, storage.path());
+        let again = rig.run("restart", &prompt, NEW, None);
+        again.came_from(Tier::Storage, WHOLE);
+        check("from storage after a restart", again.rows);
+        rig.check_integrity();
+        rig.stop();
+    }
+}
+
 #[test]
 fn different_prompts_have_different_logits() {
     let storage = tempfile::tempdir().unwrap();

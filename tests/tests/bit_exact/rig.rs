@@ -11,7 +11,9 @@ use kvdock::engine::{
     Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, ModelMemory, Request, RequestStream,
     SamplingParams, Usage,
 };
-use kvdock::plugin::backend::{BackendSink, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend};
+use kvdock::plugin::backend::{
+    BackendSink, CacheMode, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
+};
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype};
@@ -39,6 +41,8 @@ pub struct Setup<'a> {
     pub states: usize,
     /// Requests that run side by side.
     pub running: usize,
+    /// Linker mode: pages come from storage layer by layer, and the host pages are transit pages.
+    pub linked: bool,
 }
 
 impl Default for Setup<'_> {
@@ -52,6 +56,7 @@ impl Default for Setup<'_> {
             host_pages: 512,
             states: 48,
             running: 16,
+            linked: false,
         }
     }
 }
@@ -199,6 +204,11 @@ impl Rig {
         Self::of(small(), Setup { chunk, folder: Some(folder), ..Setup::default() })
     }
 
+    /// The same in linker mode.
+    pub fn start_linked(chunk: usize, folder: &Path) -> Self {
+        Self::of(small(), Setup { chunk, folder: Some(folder), linked: true, ..Setup::default() })
+    }
+
     /// An engine for this model.
     pub fn of(loaded: &Loaded, setup: Setup<'_>) -> Self {
         Self::over(loaded, setup, |backend, _| backend)
@@ -206,7 +216,8 @@ impl Rig {
 
     /// As `of`, with something between the cache and its store.
     pub fn over(loaded: &Loaded, setup: Setup<'_>, wrap: impl Wrap) -> Self {
-        let Setup { chunk, folder, threshold, .. } = setup;
+        let Setup { chunk, folder, threshold, linked, .. } = setup;
+        let layout = if linked { HostLayout::PageFirstDirect } else { HostLayout::PageFirst };
         let model = &loaded.model;
         let spec = model.spec();
         let (pool, memory) = loaded.memory(&setup);
@@ -218,7 +229,7 @@ impl Rig {
             architecture: spec.architecture.clone(),
             weights_sha256: spec.weights_digest_hex(),
             kv_dtype: "f16".to_owned(),
-            host_layout: "page_first".to_owned(),
+            host_layout: layout.as_str().to_owned(),
             page_tokens: small(loaded.page),
             layers: small(kv.layers),
             kv_heads: small(kv.kv_heads),
@@ -232,7 +243,8 @@ impl Rig {
         let identity = WorkerIdentity::new(namespace, "small", spec.weights_digest);
         let cache_config = CacheConfig {
             host_pages: setup.host_pages,
-            host_layout: HostLayout::PageFirst,
+            host_layout: layout,
+            linked,
             identity: identity.namespace.digest(),
             prefetch_threshold: threshold,
             // Nothing here is about being late.
@@ -241,7 +253,7 @@ impl Rig {
         };
         let mailbox = Mailbox::new();
         let cache = CacheManager::over(cache_config, memory, Arc::new(NoEvents), mailbox.waker()).expect("a cache");
-        let sink = Sink { storage: cache.storage(), wrap: Box::new(wrap) };
+        let sink = Sink { storage: cache.storage(), linked, wrap: Box::new(wrap) };
         let recorded = Recorded::default();
         let engine_config = EngineConfig {
             prefill_chunk: chunk,
@@ -345,6 +357,17 @@ impl Rig {
         }
     }
 
+    /// Waits until so many pages were stored since the start.
+    pub fn wait_stored(&self, pages: u64) {
+        let handle = self.engine.handle();
+        let counters = handle.cache_counters();
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        while counters.snapshot().backuped_tokens < pages * PAGE as u64 {
+            assert!(std::time::Instant::now() < deadline, "{:?}", counters.snapshot());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Tree, pools and locks agree.
     pub fn check_integrity(&self) {
         self.runtime.block_on(self.engine.handle().check_integrity()).expect("the cache is whole");
@@ -369,12 +392,16 @@ fn tap(recorded: Recorded) -> kvdock::engine::LogitsTap {
 /// Passes backends to the cache.
 struct Sink {
     storage: StorageHandle,
+    linked: bool,
     wrap: Box<dyn Wrap>,
 }
 
 impl BackendSink for Sink {
     fn host_pools(&self) -> Vec<HostPoolDescription> {
         self.storage.host_pools()
+    }
+    fn cache_mode(&self) -> CacheMode {
+        if self.linked { CacheMode::Linker } else { CacheMode::Hierarchical }
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         let backend = (self.wrap)(backend, self.storage.host_pools());

@@ -425,6 +425,12 @@ impl Attached {
         }
     }
 
+    /// Takes note of what a read moved, and of what it might have moved and did not.
+    pub fn moved_by_read(&self, bytes: u64, not: u64) {
+        self.give_bandwidth_back(Way::Read, not);
+        self.figures.moved(StorageOp::Get, bytes);
+    }
+
     /// Waits until fewer calls run than the backend wants at a time.
     fn take_turn(&self, info: &CallInfo<'_>, patience: Instant) -> Result<Turn<'_>, CallFault> {
         let most = self.limits().concurrency.max(1);
@@ -459,7 +465,7 @@ impl Attached {
     }
 
     /// An error of the host's own.
-    pub(super) fn error(&self, kind: ErrorKind, message: &str) -> BackendError {
+    pub(crate) fn error(&self, kind: ErrorKind, message: &str) -> BackendError {
         let (backend, message) = (self.name().to_owned(), message.to_owned());
         BackendError { backend, kind, retryable: false, message, pages_in_use: false }
     }

@@ -128,6 +128,7 @@ fn get(attached: &Attached, pages: usize, page_bytes: u64) -> (super::super::pag
     let operation = CancelSet::default();
     let call = PagedCall {
         op: StorageOp::Get,
+        linked: false,
         group: PoolGroup::Full,
         chain: &chain,
         pages: &numbers,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::attached::{Attached, CallFault, Way};
 use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
-use super::{Event, Shared};
+use super::{Event, Shared, copy_out};
 use crate::cache::pool::HostPool;
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::unified::{Component, KeyPath, PerComponent};
@@ -20,11 +20,25 @@ pub(crate) struct StorePart {
     pub component: Component,
     /// Pages of the sequence before the first one; for a state, before the page that it stands at the end of.
     pub position: usize,
-    /// Host pages.
+    /// Host pages; in linker mode transit pages, by way of which the device pages go, as many at a time.
     pub pages: Vec<u32>,
+    /// In linker mode the device pages; the job's nodes are locked. Else none.
+    pub device: Vec<u32>,
 }
 
-/// Host pages of one or more nodes in a row, to be stored in one backend. The operation holds the pages.
+impl StorePart {
+    /// Whether the pages are on the device, and go by the linker face.
+    fn is_linked(&self) -> bool {
+        !self.device.is_empty()
+    }
+
+    /// How many pages are to be stored.
+    pub fn count(&self) -> usize {
+        if self.is_linked() { self.device.len() } else { self.pages.len() }
+    }
+}
+
+/// Host pages, or in linker mode device pages, of one or more nodes in a row, to be stored in one backend. The operation holds the pages.
 pub(crate) struct StoreJob {
     /// Which job it is.
     pub id: u64,
@@ -42,6 +56,13 @@ pub(crate) struct StoreJob {
     pub session: String,
     /// Times this was tried before.
     pub attempt: u32,
+}
+
+impl StoreJob {
+    /// Pages of all tokens that are to be stored.
+    pub fn count(&self) -> usize {
+        self.parts.iter().filter(|part| part.component == Component::Full).map(StorePart::count).sum()
+    }
 }
 
 impl std::fmt::Debug for StoreJob {
@@ -72,26 +93,32 @@ struct Outcome {
     stored: PerComponent<usize>,
     unstored: PerComponent<usize>,
     retry: bool,
+    /// A late call reads the transit pages.
+    late: bool,
 }
 
 pub(super) fn run(shared: &Shared, job: StoreJob) {
     let keys = job.path.keys();
     let mut outcome = Outcome::default();
     for part in &job.parts {
-        let own = keys.get(part.position..part.position + part.pages.len());
+        let own = keys.get(part.position..part.position + part.count());
         let (Some(own), Some(host)) = (own, shared.host_of(part.component)) else {
             tracing::error!(keys = keys.len(), ?part, "a store job's keys do not fit its pages");
-            outcome.unstored[part.component] += part.pages.len();
+            outcome.unstored[part.component] += part.count();
             continue;
         };
-        for (&page, key) in part.pages.iter().zip(own) {
-            // SAFETY: the job holds the page, and its content is complete.
-            unsafe { host.seal(page, key) };
+        if part.is_linked() && outcome.late {
+            outcome.unstored[part.component] += part.count();
+            continue;
+        }
+        if !part.is_linked() {
+            // SAFETY: the job holds the pages, and their content is complete.
+            unsafe { seal(host, &part.pages, own) };
         }
         let place = Place { shared, job: &job, part, host, keys: &keys };
         store(&place, &mut outcome);
     }
-    let Outcome { stored, unstored, retry } = outcome;
+    let Outcome { stored, unstored, retry, .. } = outcome;
     let lacking = unstored != PerComponent::default();
     let (stored, unstored) = (stored[Component::Full], unstored[Component::Full]);
     shared.send(Event::Stored(StoreReport { job, stored, unstored, lacking, retry: retry && lacking }));
@@ -107,23 +134,61 @@ struct Place<'a> {
     keys: &'a [PageKey],
 }
 
+/// # Safety
+///
+/// The caller holds the pages, and their content is complete.
+unsafe fn seal(host: &HostPool, pages: &[u32], keys: &[PageKey]) {
+    for (&page, key) in pages.iter().zip(keys) {
+        // SAFETY: the caller's promise.
+        unsafe { host.seal(page, key) };
+    }
+}
+
+impl Place<'_> {
+    /// Brings device pages to transit pages, sealed. False if that failed.
+    fn bring_down(&self, device: &[u32], transit: &[u32], keys: &[PageKey]) -> bool {
+        let Some((memory, host)) = self.shared.pools(self.part.component) else { return false };
+        let copied = device.iter().zip(transit).all(|(&from, &to)| {
+            host.unseal(to);
+            // SAFETY: the node is locked, so its device page stays; the transit page is the job's alone.
+            unsafe { copy_out(memory, from, host, to) }
+        });
+        if copied {
+            // SAFETY: as above, and they are complete now.
+            unsafe { seal(host, transit, keys) };
+        }
+        copied
+    }
+}
+
 /// Writes what the backend is not believed to have, a batch at a time.
 fn store(place: &Place<'_>, outcome: &mut Outcome) {
     let &Place { job, part, host, keys, .. } = place;
-    let own = &keys[part.position..part.position + part.pages.len()];
+    let own = &keys[part.position..part.position + part.count()];
     let target = &job.target;
     let wanted: Vec<usize> = target.with_belief(part.component, |belief| {
         (0..own.len()).filter(|&i| !belief.is_stored(&own[i]) && !belief.is_lost(&own[i])).collect()
     });
-    let batch = target.batch(Way::Write, host.page_bytes());
+    let mut batch = target.batch(Way::Write, host.page_bytes());
+    if part.is_linked() {
+        batch = batch.min(part.pages.len()).max(1);
+    }
     let mut left = wanted.len();
     for run in runs(&wanted, batch) {
         let operation = CancelSet::default();
         let (first, last) = (run[0], run[run.len() - 1]);
-        let pages = &part.pages[first..=last];
+        let pages = match part.is_linked() {
+            true => part.pages.get(..run.len()).unwrap_or_default(),
+            false => &part.pages[first..=last],
+        };
+        if part.is_linked() && !place.bring_down(&part.device[first..=last], pages, &own[first..=last]) {
+            outcome.unstored[part.component] += left;
+            return;
+        }
         let mut status = vec![PageStatus::Unset; run.len()];
         let call = PagedCall {
             op: StorageOp::Set,
+            linked: part.is_linked(),
             group: part.component.into(),
             chain: &keys[..part.position + last + 1],
             pages,
@@ -134,7 +199,8 @@ fn store(place: &Place<'_>, outcome: &mut Outcome) {
         };
         let began = Instant::now();
         let result = target.paged(&call, &mut status, |_| true);
-        if !result.in_use.is_empty() {
+        let is_late = !result.in_use.is_empty();
+        if is_late {
             // The late call still reads the pages: it holds them from here on, beside the job.
             let late = &pages[result.in_use.clone()];
             host.retain(late);
@@ -142,9 +208,11 @@ fn store(place: &Place<'_>, outcome: &mut Outcome) {
         }
         settle(place, &own[first..=last], &status, &result, began.elapsed(), outcome);
         left -= run.len();
-        if matches!(result.result, Err(CallFault::Skipped)) {
-            // The other batches would be skipped too.
+        if matches!(result.result, Err(CallFault::Skipped)) || (is_late && part.is_linked()) {
+            // The other batches would be skipped too, or go by way of pages that the late call reads.
             outcome.unstored[part.component] += left;
+            outcome.retry |= is_late;
+            outcome.late |= is_late;
             return;
         }
     }

@@ -86,6 +86,7 @@ impl Guarded {
         status.fill(PageStatus::Unset);
         let call = PagedCall {
             op,
+            linked: false,
             group: PoolGroup::Full,
             chain,
             pages,

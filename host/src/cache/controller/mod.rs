@@ -23,21 +23,23 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-pub(crate) use attached::Attached;
+pub(crate) use attached::{Attached, CallFault, CallInfo};
 pub(crate) use backup::{StoreJob, StorePart, StoreReport};
 pub(crate) use copy::{BackupJob, LoadJob, PageCopy, copy_in, copy_out};
 pub(crate) use fetch::{Delivery, Fetch, FetchOrder, FetchState};
+pub(crate) use guard::cancel::CancelSet;
 pub use guarded::Guarded;
+pub(crate) use paged::fault_result;
+pub(crate) use read::heal;
 pub(crate) use registry::Registry;
 
 use super::config::{CacheConfig, PolicyUpdate};
+use super::linker::{self, Answer, LoadBatch, Lookup};
 use super::pool::{DeviceMemory, HostPool};
 use super::stats::{CacheCounters, CacheEvents, StorageOp};
 use super::types::CacheError;
 use super::unified::{Component, PerComponent, Slots};
-use attached::CallInfo;
 use guard::break_even::{Part, PrefillSpeed, worth};
-use guard::cancel::CancelSet;
 use read::Batch;
 
 /// Most pages in one storage call.
@@ -63,6 +65,10 @@ pub(crate) enum Event {
     FetchNeedsRoom { id: u64, needed: PerComponent<usize> },
     /// A fetch has ended, well or not.
     FetchDone(u64),
+    /// Storage was asked what it has, in linker mode.
+    LookedUp(Arc<Lookup>, Answer),
+    /// The load of a request is over, well or not; nothing of it runs any more but a late call.
+    LoadOver(u64),
     /// A write to storage has ended, well or not.
     Stored(StoreReport),
     /// A backend made durable what it has.
@@ -125,13 +131,17 @@ pub(crate) struct Pools {
     pub window_pages: Option<usize>,
 }
 
-/// A step of a fetch that a worker takes up.
+/// A step of a fetch, or of a load by the linker face, that a worker takes up.
 #[derive(Debug)]
 pub(crate) enum FetchStep {
     /// Ask what storage has.
     Query(Arc<Fetch>),
     /// Read it: there is room now.
     Transfer(Arc<Fetch>),
+    /// Ask what storage has, in linker mode.
+    LookUp(Arc<Lookup>),
+    /// Load layer by layer.
+    Load(LoadBatch),
 }
 
 /// What the measured speeds say of a span before storage is asked for it.
@@ -384,6 +394,8 @@ fn read_storage(shared: &Shared, stopped: &Receiver<()>) {
             recv(queries) -> step => match step {
                 Ok(FetchStep::Query(fetch)) => prefetch::query(shared, fetch),
                 Ok(FetchStep::Transfer(fetch)) => prefetch::transfer(shared, &fetch),
+                Ok(FetchStep::LookUp(lookup)) => linker::look_up(shared, &lookup),
+                Ok(FetchStep::Load(batch)) => linker::load(shared, &batch),
                 Err(_) => return,
             },
         }

@@ -15,6 +15,8 @@ use crate::plugin::backend::{
 pub(crate) struct PagedCall<'a> {
     /// `Get` or `Set`.
     pub op: StorageOp,
+    /// By the linker face: all pages are stored, or none.
+    pub linked: bool,
     /// Whose pages they are.
     pub group: PoolGroup,
     /// Keys of the sequence from its start to the last page of the call.
@@ -175,6 +177,8 @@ fn part(
     let chain = ChainInfo { position: prefix.len() as u64, prefix_keys: prefix, session_id: call.session };
     if call.op == StorageOp::Get {
         backend.batch_get(options, call.group, keys, pages, &chain, status)
+    } else if call.linked {
+        backend.offload(options, call.group, keys, pages, &chain, status)
     } else {
         backend.batch_set(options, call.group, keys, pages, &chain, status)
     }

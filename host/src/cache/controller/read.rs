@@ -148,6 +148,7 @@ fn read_run(place: &Place<'_>, source: usize, run: Range<usize>) -> Vec<Absent> 
     let mut status = vec![PageStatus::Unset; run.len()];
     let call = PagedCall {
         op: StorageOp::Get,
+        linked: false,
         group: component.into(),
         chain,
         pages: &pages,
@@ -231,10 +232,11 @@ impl Run<'_> {
             }
         }
         if !corrupt.is_empty() {
-            let healed = self.heal(&corrupt);
+            let keys: Vec<PageKey> = corrupt.iter().map(|&page| self.own[page]).collect();
+            let healed = heal(shared, self.attached, component, &keys);
             // What a store was rid of is offered to it, should another one deliver it.
             let lane = &mut fetch.state.lock().lanes[component];
-            healed.into_iter().for_each(|page| lane.offer(self.first + page, 1 << self.source));
+            healed.into_iter().for_each(|at| lane.offer(self.first + corrupt[at], 1 << self.source));
         }
         if came > 0 {
             let pages = came as u64;
@@ -246,37 +248,35 @@ impl Run<'_> {
         let absent = verdicts.iter().enumerate().filter(|(_, verdict)| !good(verdict));
         absent.map(|(page, &verdict)| Absent { page: self.first + page, verdict }).collect()
     }
+}
 
-    /// Removes corrupt pages from the store, so that they can be written anew; says which are gone. Where a store can't remove at all
-    /// they are treated as missing for good; where it failed to, for a while, after which the page is looked at again.
-    fn heal(&self, corrupt: &[usize]) -> Vec<usize> {
-        let (counters, component) = (&self.place.shared.counters, self.place.component);
-        counters.corrupt_pages.fetch_add(corrupt.len() as u64, Ordering::Relaxed);
-        let keys: Vec<PageKey> = corrupt.iter().map(|&page| self.own[page]).collect();
-        let mut status = vec![PageStatus::Unset; keys.len()];
-        let can_remove = self.attached.limits().remove;
-        let operation = CancelSet::default();
-        let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation, within: None };
-        let removed = can_remove
-            && self
-                .attached
-                .call(&info, |backend, options| backend.batch_remove(options, component.into(), &keys, &mut status))
-                .is_ok();
-        let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);
-        let mut healed = Vec::new();
-        for ((&page, key), status) in corrupt.iter().zip(&keys).zip(status) {
-            let gone = removed && matches!(status, PageStatus::Ok | PageStatus::Missing);
-            self.attached.with_belief(component, |belief| match gone {
-                true => belief.heal(key),
-                false => belief.shun(key, until),
-            });
-            if gone {
-                healed.push(page);
-            }
+/// Removes corrupt pages of a component from the store, so that they can be written anew; says which of them are gone. Where a store can't
+/// remove at all they are treated as missing for good; where it failed to, for a while, after which the page is looked at again.
+pub(crate) fn heal(shared: &Shared, attached: &Attached, component: Component, keys: &[PageKey]) -> Vec<usize> {
+    let counters = &shared.counters;
+    counters.corrupt_pages.fetch_add(keys.len() as u64, Ordering::Relaxed);
+    let mut status = vec![PageStatus::Unset; keys.len()];
+    let can_remove = attached.limits().remove;
+    let operation = CancelSet::default();
+    let info = CallInfo { op: StorageOp::Remove, pages: keys.len(), bytes: 0, operation: &operation, within: None };
+    let removed = can_remove
+        && attached
+            .call(&info, |backend, options| backend.batch_remove(options, component.into(), keys, &mut status))
+            .is_ok();
+    let until = can_remove.then(|| Instant::now() + SHUN_UNREMOVED);
+    let mut healed = Vec::new();
+    for (page, (key, status)) in keys.iter().zip(status).enumerate() {
+        let gone = removed && matches!(status, PageStatus::Ok | PageStatus::Missing);
+        attached.with_belief(component, |belief| match gone {
+            true => belief.heal(key),
+            false => belief.shun(key, until),
+        });
+        if gone {
+            healed.push(page);
         }
-        counters.healed_pages.fetch_add(healed.len() as u64, Ordering::Relaxed);
-        healed
     }
+    counters.healed_pages.fetch_add(healed.len() as u64, Ordering::Relaxed);
+    healed
 }
 
 /// The backends before `source`, as bits, that want what is read from one further down.

@@ -6,19 +6,21 @@ use std::time::{Duration, Instant};
 
 use super::CacheManager;
 use super::grant::Phase;
+use super::linked::Linked;
 use crate::cache::config::{BreakEvenMode, PrefetchPolicy};
 use crate::cache::controller::{Delivery, Fetch, FetchOrder, FetchState, FetchStep, Forecast};
 use crate::cache::types::{Admission, CacheNamespace, MissReason, Prefetch, RequestId, ReuseHints};
 use crate::cache::unified::{Component, HostInsert, Match, NO_SLOT, PerComponent, Room, Side, Slots};
 
 /// Fetches a request may start after the one it first waited for.
-const FOLLOW_UPS: u32 = 2;
+pub(super) const FOLLOW_UPS: u32 = 2;
 /// Time that a fetch which measures a backend anew is given at least.
 const EXPLORING: Duration = Duration::from_millis(250);
 
 /// A request as the cache knows it.
 #[derive(Debug)]
 pub(super) struct Request {
+    pub id: RequestId,
     pub namespace: CacheNamespace,
     pub hints: ReuseHints,
     pub session: Option<Arc<str>>,
@@ -30,6 +32,8 @@ pub(super) struct Request {
     pub storage: StorageOutcome,
     /// Pages of the sequence that its fetch brought in.
     pub fetched: Range<usize>,
+    /// How it stands with storage in linker mode.
+    pub linked: Linked,
     /// Tokens after which states are saved on the way, and the slots that they go to.
     pub saves: Vec<(usize, u32)>,
     /// As well, for the last page that it computes: taken up when it ends, until then overwritten page by page.
@@ -40,13 +44,13 @@ pub(super) struct Request {
 }
 
 /// What the tree has of a prompt.
-struct Known {
+pub(super) struct Known {
     /// Pages on device and host.
-    pages: usize,
+    pub pages: usize,
     /// Of these, pages on the device or on their way there; they come first.
-    device_pages: usize,
+    pub device_pages: usize,
     /// None for a namespace of which it has nothing.
-    found: Option<Match>,
+    pub found: Option<Match>,
 }
 
 /// What storage said about a prompt.
@@ -115,6 +119,7 @@ impl CacheManager {
             self.abort(request, Vec::new());
         }
         let mut state = Request {
+            id: request,
             namespace: CacheNamespace::new(namespace.extra_key.clone(), namespace.cache_salt.clone()),
             hints: hints.clone(),
             session: hints.session_id.as_deref().map(Arc::from),
@@ -123,6 +128,7 @@ impl CacheManager {
             wait: None,
             storage: StorageOutcome { hit_end: 0, reason: None },
             fetched: 0..0,
+            linked: Linked::default(),
             saves: Vec::new(),
             trail: None,
             look_again: false,
@@ -132,7 +138,7 @@ impl CacheManager {
         let admission = Admission {
             device_tokens: found.device_pages * self.page_size,
             host_tokens: (found.pages - found.device_pages) * self.page_size,
-            prefetching: state.wait.is_some(),
+            prefetching: state.wait.is_some() || state.linked.is_asking(),
         };
         self.requests.insert(request, state);
         admission
@@ -150,6 +156,9 @@ impl CacheManager {
     }
 
     fn poll_state(&mut self, state: &mut Request) -> Prefetch {
+        if self.config.linked {
+            return self.poll_lookup(state);
+        }
         if state.look_again && state.wait.is_none() {
             state.look_again = false;
             if state.follow_ups < FOLLOW_UPS {
@@ -185,7 +194,7 @@ impl CacheManager {
 
     /// How long a request waits for a span, from the first look that finds it blocked, where that is known beforehand. A fetch that
     /// explores gets a moment even where computing takes none, or nothing would be measured.
-    fn patience(&self, span: usize, explore: bool) -> Option<Duration> {
+    pub(super) fn patience(&self, span: usize, explore: bool) -> Option<Duration> {
         let allowed = match self.config.prefetch_policy {
             PrefetchPolicy::BestEffort | PrefetchPolicy::WaitComplete => None,
             PrefetchPolicy::Timeout => Some(timeout(
@@ -208,7 +217,7 @@ impl CacheManager {
     }
 
     /// What the tree has of the part of the prompt that may be reused.
-    fn find(&self, state: &Request) -> Known {
+    pub(super) fn find(&self, state: &Request) -> Known {
         let pages = state.reusable_pages(state.prompt.len(), self.page_size);
         let root = self.tree.find_root(&state.namespace);
         let found = root.and_then(|root| self.tree.find(root, state.prompt.get(..pages * self.page_size)?));
@@ -220,12 +229,18 @@ impl CacheManager {
     }
 
     /// Starts or joins a fetch for what the tree lacks of the prompt. Says what the tree has.
-    fn start_fetch(&mut self, state: &mut Request) -> Known {
+    pub(super) fn start_fetch(&mut self, state: &mut Request) -> Known {
         let found = self.find(state);
         let pages = state.reusable_pages(state.prompt.len(), self.page_size);
         let span = pages - found.pages;
         state.storage = StorageOutcome { hit_end: found.pages, reason: None };
         if span == 0 {
+            return found;
+        }
+        if self.config.linked {
+            if let Err(reason) = self.look_up(state, &found, span) {
+                state.storage.reason = Some(reason);
+            }
             return found;
         }
         match self.fetch_span(state, &found, span) {
@@ -316,6 +331,7 @@ impl CacheManager {
     /// Ends a request's wait: what has come by now is in the tree; if nobody else waits, the rest is
     /// called off. `expired` says that the request would take more, but waits no longer.
     pub(super) fn stop_waiting(&mut self, state: &mut Request, expired: bool) {
+        self.stop_lookup(state, expired);
         let Some(wait) = state.wait.take() else { return };
         self.harvest(wait.fetch, false);
         let Some(active) = self.fetches.get_mut(&wait.fetch) else { return };

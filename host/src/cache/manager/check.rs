@@ -66,7 +66,14 @@ impl CacheManager {
         }
         let loads = self.loads.values().map(|load| (load.ticket.node(), load.ticket.start()));
         let stores = self.writes.held.values().flat_map(|held| &held.tickets).map(|t| (t.node(), t.start()));
-        for (tail, start) in loads.chain(stores) {
+        // In linker mode stores read the device, and lock the way to what they read.
+        let (on_device, on_host): (Vec<_>, Vec<_>) = stores.partition(|_| self.config.linked);
+        for (tail, _) in on_device {
+            for node in self.tree.path(tail).map_err(gone)? {
+                *locks.entry(node).or_default() += 1;
+            }
+        }
+        for (tail, start) in loads.chain(on_host) {
             for node in self.tree.parts(tail, start).map_err(gone)? {
                 *readers.entry(node).or_default() += 1;
             }
@@ -104,7 +111,10 @@ impl CacheManager {
             let tree = self.all_slots(Side::Host, component).into_iter();
             let fetched = states.iter().flat_map(|state| state.lanes[component].pages.iter().flatten().copied());
             let stores = self.writes.held.values().flat_map(|held| held.pages[component].iter().copied());
-            for page in tree.chain(fetched).chain(stores).chain(lower.shared.registry.held(component)) {
+            let arriving = self.arrivals.values().filter(|_| component == Component::Full);
+            let arriving = arriving.flat_map(|run| run.transit.iter().copied());
+            let held = lower.shared.registry.held(component);
+            for page in tree.chain(fetched).chain(stores).chain(arriving).chain(held) {
                 match expected.get_mut(page as usize) {
                     Some(holders) => *holders += 1,
                     None => return Err(format!("{} host page {page} is outside the pool", component.as_str())),

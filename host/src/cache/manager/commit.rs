@@ -70,7 +70,8 @@ impl CacheManager {
         let (from, committed) = (lock.node(), *committed);
         let before = lock.window_from().map_or(0, |from| from as usize);
         let (session, priority) = (state.session.clone(), state.hints.priority);
-        let whole = tokens.len() / self.page_size;
+        // What still comes from storage is not known to be right.
+        let whole = (tokens.len() / self.page_size).min(state.linked.known_until());
         if whole <= committed {
             return Ok(());
         }
@@ -122,6 +123,7 @@ impl CacheManager {
                 StateOutcome::NotReached | StateOutcome::NotGiven => self.free_states(saved.as_slice()),
             }
             self.hold_longer(request, inserted.node, at + inserted.pages);
+            self.mark_loaded(request, inserted.node, at + inserted.pages);
             self.carry_out_for(inserted.actions, session.as_ref(), at as u32);
             let joined = self.tree.merge_growing(inserted.node);
             if self.sound(joined) == Some(true) {
@@ -242,6 +244,8 @@ impl CacheManager {
 
     /// Unlocks what a request holds, and frees the pages of its tables that are not the tree's.
     fn let_go(&mut self, state: &mut Request, tables: &PageTables) {
+        // Before its pages are anybody else's.
+        self.drop_load(state);
         let saves = std::mem::take(&mut state.saves).into_iter().chain(state.trail.take());
         for (_, slot) in saves {
             self.free_states(&[slot]);

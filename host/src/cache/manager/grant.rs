@@ -117,6 +117,9 @@ impl CacheManager {
         let mut draft = draft;
         let node = draft.lock.node();
         match self.tree.readiness(node) {
+            Ok(Readiness::Ready) if self.config.linked => {
+                return Brought::Answer(self.grant_with_load(state, draft, tokens));
+            }
             Ok(Readiness::Ready) => return Brought::Answer(self.grant(state, draft, tokens)),
             Ok(Readiness::Loading) => {
                 state.phase = Phase::Loading(draft);
@@ -171,7 +174,7 @@ impl CacheManager {
         }
     }
 
-    fn nobody_else_holds_pages(&self) -> bool {
+    pub(super) fn nobody_else_holds_pages(&self) -> bool {
         self.loads.is_empty()
             && self.writes.backups.is_empty()
             && self.device.caller_count() == 0
@@ -280,7 +283,7 @@ impl CacheManager {
         self.sound(unlocked);
     }
 
-    fn grant(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
+    pub(super) fn grant(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
         let Draft { lock, device, storage, branch, .. } = draft;
         let node = lock.node();
         let pages = self.tree.device_table(Component::Full, node).unwrap_or_default();
@@ -304,6 +307,7 @@ impl CacheManager {
             why: self.misses(state, root, tokens, granted),
             state: self.tree.components().contains(&Component::State).then(|| self.state_at(node)).flatten(),
             branch: branch.map(|pages| pages as usize * size),
+            arriving: None,
             pages,
             windows,
         };

@@ -6,6 +6,7 @@ mod commit;
 mod evict;
 mod grant;
 mod handle;
+mod linked;
 mod outgoing;
 mod why;
 mod write;
@@ -23,9 +24,11 @@ use kvdock_kernels::KvPool;
 
 pub use super::controller::Waker;
 pub use handle::StorageHandle;
+pub use linked::Settled;
 
 use super::config::CacheConfig;
 use super::controller::{Controller, Event, Pools};
+use super::linker::LoadRun;
 use super::pool::{CacheMemory, DeviceMemory, DevicePages, HostPool};
 use super::stats::{CacheCounters, CacheEvents, CacheStats};
 use super::types::{CacheError, RequestId};
@@ -62,6 +65,10 @@ pub struct CacheManager {
     /// Pages in the spans of running fetches.
     fetch_pages: usize,
     loads: HashMap<u64, ActiveLoad>,
+    /// Loads by the linker face, until nothing of them runs any more.
+    arrivals: HashMap<u64, Arc<LoadRun>>,
+    /// Those that were not handed down yet.
+    queued_loads: Vec<u64>,
     writes: Writes,
     next_id: u64,
     hasher: RandomState,
@@ -118,7 +125,20 @@ impl CacheManager {
             }
             None => None,
         };
-        let below = if config.host_pages > 0 { Below::Host } else { Below::Nothing };
+        let below = match config.host_pages {
+            0 => Below::Nothing,
+            _ if config.linked => Below::Stores,
+            _ => Below::Host,
+        };
+        if config.linked && (window.is_some() || state.is_some()) {
+            let kept = if window.is_some() { "pages of sliding windows" } else { "recurrent states" };
+            return Err(CacheError::Config {
+                key: "cache.mode",
+                problem: format!(
+                    "\"linker\" serves models that keep pages of all tokens alone, and this model keeps {kept} beside them; take \"hierarchical\""
+                ),
+            });
+        }
         let tree = Tree::new(TreeConfig {
             page_size,
             policy: config.eviction,
@@ -155,7 +175,9 @@ impl CacheManager {
         };
         let total = |pages: u32| u64::from(pages) * page_size as u64;
         counters.device_total_tokens.store(total(pages), Ordering::Relaxed);
-        counters.host_total_tokens.store(total(config.host_pages), Ordering::Relaxed);
+        let (host, transit) = if config.linked { (0, config.host_pages) } else { (config.host_pages, 0) };
+        counters.host_total_tokens.store(total(host), Ordering::Relaxed);
+        counters.transit_total_tokens.store(total(transit), Ordering::Relaxed);
         let mut cache = CacheManager {
             page_size,
             tree,
@@ -172,6 +194,8 @@ impl CacheManager {
             fetch_by_span: HashMap::new(),
             fetch_pages: 0,
             loads: HashMap::new(),
+            arrivals: HashMap::new(),
+            queued_loads: Vec::new(),
             writes: Writes::default(),
             next_id: 0,
             hasher: RandomState::new(),
@@ -244,6 +268,8 @@ impl CacheManager {
             Event::FetchProgress(id) => self.harvest(id, false),
             Event::FetchNeedsRoom { id, needed } => self.make_fetch_room(id, &needed),
             Event::FetchDone(id) => self.fetch_done(id),
+            Event::LookedUp(lookup, answer) => self.looked_up(&lookup, answer),
+            Event::LoadOver(id) => self.load_over(id),
             Event::Stored(report) => self.stored(report),
             Event::Flushed => self.writes.flushes_running = self.writes.flushes_running.saturating_sub(1),
             Event::StorageChanged => self.storage_changed(),
@@ -262,12 +288,14 @@ impl CacheManager {
         set(&counters.device_evictable_tokens, unlocked * self.page_size);
         if let Some(lower) = &self.lower {
             let host = &lower.shared.host;
-            set(&counters.host_used_tokens, (host.capacity() - host.free_count()) * self.page_size);
+            let used = if self.config.linked { &counters.transit_used_tokens } else { &counters.host_used_tokens };
+            set(used, (host.capacity() - host.free_count()) * self.page_size);
         }
         set(&counters.tree_nodes, self.tree.node_count());
         set(&counters.backup_pending_pages, self.writes.pending_pages());
         set(&counters.prefetches_running, self.fetches.len());
         set(&counters.load_backs_running, self.loads.len());
+        set(&counters.layer_loads_running, self.arrivals.len());
     }
 
     fn host(&self) -> Option<&HostPool> {

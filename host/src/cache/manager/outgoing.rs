@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::cache::config::WritePolicy;
 use crate::cache::controller::Attached;
-use crate::cache::unified::{BackupTicket, Component, NodeId, NodeInfo, Slots, StoreTicket};
+use crate::cache::unified::{BackupTicket, NodeId, NodeInfo, Slots, StoreTicket};
 
 /// How long after a failure a mere use of a page does not queue it for storage again.
 const QUIET_AFTER_FAILURE: Duration = Duration::from_secs(5);
@@ -38,6 +38,14 @@ impl Queue {
         if self.queued.insert(wanted.node) {
             self.waiting += wanted.pages;
             self.pending.push_back(wanted);
+        }
+    }
+
+    /// Puts back what could not begin.
+    pub fn push_front(&mut self, wanted: Wanted) {
+        if self.queued.insert(wanted.node) {
+            self.waiting += wanted.pages;
+            self.pending.push_front(wanted);
         }
     }
 
@@ -117,8 +125,10 @@ pub(super) struct Copying {
 pub(super) struct Held {
     /// The bit of the backend that they go to.
     pub bit: u64,
-    /// Host pages, by component.
+    /// Host pages, or transit pages, by component.
     pub pages: Slots,
+    /// Pages that are being stored.
+    pub count: usize,
     /// Nodes, in order.
     pub tickets: Vec<StoreTicket>,
 }
@@ -144,7 +154,7 @@ impl Writes {
     pub fn pending_pages(&self) -> usize {
         let copying: usize = self.backups.values().map(|copying| copying.pages).sum();
         let queued: usize = self.views.iter().map(|view| view.queue.pages()).sum();
-        queued + copying + self.held.values().map(|held| held.pages[Component::Full].len()).sum::<usize>()
+        queued + copying + self.held.values().map(|held| held.count).sum::<usize>()
     }
 
     pub fn idle(&self) -> bool {

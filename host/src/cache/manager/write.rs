@@ -126,7 +126,15 @@ impl CacheManager {
         }
     }
 
-    /// Queues a node, if it is on the host, for the backends that are to be given it.
+    /// Whether a node is where the stores are given it from: on the host, in linker mode on the device.
+    fn can_be_stored(&self, node: &NodeInfo) -> bool {
+        match self.config.linked {
+            true => node.on_device && !node.loading,
+            false => node.on_host,
+        }
+    }
+
+    /// Queues a node, if it can be stored, for the backends that are to be given it.
     pub(super) fn want_stored(&mut self, node: NodeId) {
         self.want(node, u32::MAX, None, false);
     }
@@ -135,7 +143,7 @@ impl CacheManager {
     /// failed lately.
     fn want(&mut self, node: NodeId, start: u32, session: Option<Arc<str>>, mindful: bool) {
         let Ok(info) = self.tree.info(node) else { return };
-        if !info.on_host {
+        if !self.can_be_stored(&info) {
             return;
         }
         let start = start.min(info.start);
@@ -183,7 +191,9 @@ impl CacheManager {
         let all = self.writes.bits();
         for node in nodes {
             let Ok(info) = self.tree.info(node) else { continue };
-            if info.start >= from && (all == 0 || info.stored_all & all != all) {
+            if self.config.linked {
+                self.want(node, u32::MAX, session.cloned(), false);
+            } else if info.start >= from && (all == 0 || info.stored_all & all != all) {
                 self.back_up(node, session.cloned());
             }
         }
@@ -207,13 +217,19 @@ impl CacheManager {
             while self.writes.running(self.writes.views[at].bit) < most {
                 let Some((job, tickets)) = self.next_store_job(at) else { break };
                 let mut pages = Slots::default();
-                for part in &job.parts {
-                    pages[part.component].extend_from_slice(&part.pages);
+                if self.config.linked {
+                    // The job has them from the start, and all its parts go by way of the same.
+                    pages[Component::Full] = job.parts.first().map(|part| part.pages.clone()).unwrap_or_default();
+                } else {
+                    for part in &job.parts {
+                        pages[part.component].extend_from_slice(&part.pages);
+                    }
+                    for (component, host) in shared.hosts() {
+                        host.retain(&pages[component]);
+                    }
                 }
-                for (component, host) in shared.hosts() {
-                    host.retain(&pages[component]);
-                }
-                self.writes.held.insert(job.id, Held { bit: job.bit, pages, tickets });
+                let held = Held { bit: job.bit, pages, count: job.count(), tickets };
+                self.writes.held.insert(job.id, held);
                 if let Some(lower) = &self.lower {
                     lower.write(WriteJob::Store(job));
                 }
@@ -246,11 +262,25 @@ impl CacheManager {
         }
         let path = self.tree.key_path(*nodes.last()?);
         let path = self.sound(path)?;
+        let transit = match self.config.linked {
+            true => match self.transit_for_store(pages) {
+                Some(transit) => transit,
+                None => {
+                    // They wait until what is under way has given some back.
+                    let start = self.tree.start(*nodes.first()?).unwrap_or(0);
+                    let node = *nodes.last()?;
+                    self.writes.views[at].queue.push_front(Wanted { node, start, pages, ..first });
+                    return None;
+                }
+            },
+            false => Vec::new(),
+        };
+        let source = if self.config.linked { Source::Device } else { Source::Host };
         let mut tickets = Vec::with_capacity(nodes.len());
         let mut parts = Vec::new();
         for node in nodes {
             let (start, end) = (self.tree.start(node).unwrap_or(0) as usize, self.tree.end(node).unwrap_or(0) as usize);
-            let begun = self.tree.begin_store(node, bit, Source::Host);
+            let begun = self.tree.begin_store(node, bit, source);
             // What came to a node after all else is stored by itself; a node of which the store has all by now has nothing.
             let Some((ticket, slots)) = self.sound(begun).flatten() else { continue };
             tickets.push(ticket);
@@ -260,7 +290,13 @@ impl CacheManager {
             }
         }
         if tickets.is_empty() {
+            self.give_back(Side::Host, Component::Full, &transit);
             return None;
+        }
+        if self.config.linked {
+            for part in &mut parts {
+                part.device = std::mem::replace(&mut part.pages, transit.clone());
+            }
         }
         // Pages of all tokens come last: who finds them finds what stands beside them.
         parts.sort_by_key(|part: &StorePart| std::cmp::Reverse(part.component));
@@ -279,6 +315,19 @@ impl CacheManager {
         Some((job, tickets))
     }
 
+    /// Transit pages by way of which so many pages are offloaded, a batch at a time. Offloads leave half of them to loads, which requests wait
+    /// for.
+    fn transit_for_store(&self, pages: usize) -> Option<Vec<u32>> {
+        let host = self.host()?;
+        let most = (host.capacity() / 2).max(1);
+        let count = pages.min(BATCH_PAGES).min(most);
+        let under_way: usize = self.writes.held.values().map(|held| held.pages[Component::Full].len()).sum();
+        if under_way + count > most {
+            return None;
+        }
+        host.alloc(count)
+    }
+
     fn pages_of(&self, nodes: &[NodeId]) -> usize {
         nodes.iter().filter_map(|&node| self.tree.info(node).ok()).map(|info| info.pages as usize).sum()
     }
@@ -287,7 +336,7 @@ impl CacheManager {
     fn storable(&self, wanted: &Wanted, bit: u64) -> Vec<NodeId> {
         let mut nodes = self.tree.parts(wanted.node, wanted.start).unwrap_or_default();
         let can_be = |node: &NodeId| {
-            self.tree.info(*node).is_ok_and(|info| info.on_host && (info.writing | info.stored) & bit == 0)
+            self.tree.info(*node).is_ok_and(|info| self.can_be_stored(&info) && (info.writing | info.stored) & bit == 0)
         };
         let first = nodes.iter().rposition(|node| !can_be(node)).map_or(0, |gap| gap + 1);
         nodes.split_off(first)
@@ -427,7 +476,7 @@ impl CacheManager {
     }
 }
 
-/// Adds host pages of a component to those that are stored together: to the part before where they follow it.
+/// Adds pages of a component to those that are stored together: to the part before where they follow it.
 fn add_part(parts: &mut Vec<StorePart>, component: Component, position: usize, pages: Vec<u32>) {
     if pages.is_empty() {
         return;
@@ -435,6 +484,6 @@ fn add_part(parts: &mut Vec<StorePart>, component: Component, position: usize, p
     let before = parts.iter_mut().rev().find(|part| part.component == component);
     match before.filter(|part| part.position + part.pages.len() == position) {
         Some(part) => part.pages.extend(pages),
-        None => parts.push(StorePart { component, position, pages }),
+        None => parts.push(StorePart { component, position, pages, device: Vec::new() }),
     }
 }

@@ -405,6 +405,68 @@ impl HostPool {
         Ok(())
     }
 
+    /// Wipes what the page's seals were.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds `page` alone, and no backend call on it is running.
+    pub unsafe fn wipe_seal(&self, page: u32) {
+        if (page as usize) < self.capacity() {
+            for seals in &self.seals {
+                // SAFETY: the seal lies in the mapping, and by the caller's promise nobody else touches it.
+                unsafe { self.seal_pointer(seals, page).write_bytes(0, seals.area.len as usize) };
+            }
+        }
+    }
+
+    /// The page is about to hold something else: its seals stand for nothing any more. For who holds it alone.
+    pub fn unseal(&self, page: u32) {
+        self.set_sealed(page, false);
+    }
+
+    /// Layers of the model.
+    pub fn layers(&self) -> usize {
+        self.descriptions.iter().map(|pool| pool.layers as usize).max().unwrap_or(0)
+    }
+
+    /// The model's layer of each component of a page, pool after pool.
+    pub fn component_layers(&self) -> impl Iterator<Item = usize> {
+        self.descriptions.iter().flat_map(|pool| &pool.components).map(|component| component.layer as usize)
+    }
+
+    /// CRC-32C of one component of a page, by its place in `component_layers`; 0 outside the pool.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds `page`, and nobody writes that component of it.
+    pub unsafe fn checksum(&self, page: u32, component: usize) -> u32 {
+        let mut components = self.descriptions.iter().flat_map(|pool| pool.components.iter().map(move |of| (pool, of)));
+        match components.nth(component) {
+            // SAFETY: the caller's promise.
+            Some((pool, component)) if (page as usize) < self.capacity() => unsafe { self.sum(pool, page, component) },
+            _ => 0,
+        }
+    }
+
+    /// As `verify`, of a page whose checksums were taken already, in the order of `component_layers`.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds `page`, and nobody writes its seals.
+    pub unsafe fn verify_sums(&self, page: u32, key: &PageKey, sums: &[u32]) -> Result<(), SealFault> {
+        if page as usize >= self.capacity() {
+            return Err(SealFault::Damaged);
+        }
+        let mut sums = sums.iter().copied();
+        for seals in &self.seals {
+            let own: Vec<u32> = sums.by_ref().take(self.descriptions[seals.pool].components.len()).collect();
+            // SAFETY: the seal lies in the mapping, and by the caller's promise nobody writes it.
+            let seal = unsafe { std::slice::from_raw_parts(self.seal_pointer(seals, page), seals.area.len as usize) };
+            seals.format.verify(seal, key, own.into_iter())?;
+        }
+        Ok(())
+    }
+
     fn seal_pointer(&self, seals: &Seals, page: u32) -> *mut u8 {
         let offset = seals.area.offset + u64::from(page) * seals.area.stride;
         self.base.wrapping_add(offset as usize)
@@ -417,18 +479,23 @@ impl HostPool {
     /// `page` is in the pool, and nobody writes it while the iterator lives.
     unsafe fn checksums(&self, pool: usize, page: u32) -> impl Iterator<Item = u32> {
         let description = &self.descriptions[pool];
-        description.components.iter().map(move |component| {
-            let segment = description.segments[component.segment as usize];
-            let start = segment.offset + u64::from(page) * segment.stride + component.offset;
-            (0..component.run_count).fold(0, |checksum, run| {
-                let at = start + run * component.run_stride;
-                // SAFETY: the plan keeps every run inside its segment and every segment inside the
-                // mapping, and by the caller's promise nobody writes the page.
-                let bytes = unsafe {
-                    std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize)
-                };
-                crc32c::crc32c_append(checksum, bytes)
-            })
+        // SAFETY: the caller's promise.
+        description.components.iter().map(move |component| unsafe { self.sum(description, page, component) })
+    }
+
+    /// # Safety
+    ///
+    /// `page` is in the pool, and nobody writes the component of it meanwhile.
+    unsafe fn sum(&self, pool: &HostPoolDescription, page: u32, component: &HostPoolComponent) -> u32 {
+        let segment = pool.segments[component.segment as usize];
+        let start = segment.offset + u64::from(page) * segment.stride + component.offset;
+        (0..component.run_count).fold(0, |checksum, run| {
+            let at = start + run * component.run_stride;
+            // SAFETY: the plan keeps every run inside its segment and every segment inside the mapping, and by the caller's promise nobody
+            // writes it.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize) };
+            crc32c::crc32c_append(checksum, bytes)
         })
     }
 

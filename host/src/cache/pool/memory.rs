@@ -335,6 +335,49 @@ impl DeviceMemory {
         Ok(())
     }
 
+    /// Copies a layer of a page from the host, as far as the pools have it.
+    ///
+    /// # Errors
+    /// A page that is not there.
+    ///
+    /// # Safety
+    ///
+    /// As for `copy_in`, of that layer alone.
+    pub(crate) unsafe fn copy_layer_in(
+        &self,
+        layer: usize,
+        host: &HostPool,
+        from: u32,
+        to: u32,
+    ) -> Result<(), KernelError> {
+        let mut plane = 0;
+        for named in &self.pools {
+            match &named.buffers {
+                Buffers::Logical => {}
+                Buffers::Heads(pool) => {
+                    let at = plane;
+                    plane += 2;
+                    if let Some(buffer) = named.buffer_of(layer, pool.spec().layers) {
+                        let source = host.heads(at, from).ok_or_else(|| outside(from))?;
+                        // SAFETY: the strides of the host pool were made from this pool's geometry; the rest is the caller's promise.
+                        unsafe { pool.copy_layer_in(to, buffer, &source)? };
+                    }
+                }
+                Buffers::Bytes(pool) => {
+                    let at = plane;
+                    plane += 1;
+                    if let Some(buffer) = named.buffer_of(layer, pool.spec().layers) {
+                        let source = host.bytes(at, buffer, from).ok_or_else(|| outside(from))?;
+                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody writes them.
+                        let source = unsafe { std::slice::from_raw_parts(source.0.cast_const(), source.1) };
+                        pool.copy_layer_in(to, buffer, source)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Copies a page from the host.
     ///
     /// # Errors
@@ -368,6 +411,16 @@ impl DeviceMemory {
             }
         }
         Ok(())
+    }
+}
+
+impl DevicePool {
+    /// Where a layer of the model lies among `count` buffers.
+    fn buffer_of(&self, layer: usize, count: usize) -> Option<usize> {
+        match &self.layers {
+            Some(layers) => layers.iter().position(|&of| of as usize == layer).filter(|&at| at < count),
+            None => Some(layer).filter(|&at| at < count),
+        }
     }
 }
 

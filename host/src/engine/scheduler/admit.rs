@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use kvdock_models::PageSource;
 
+use super::arrive::Arrival;
 use super::sequence::{Sequence, Wait};
 use super::{Scheduler, earlier, insert};
 use crate::cache::{Acquire, Grant, PageTables, Prefetch};
@@ -53,6 +54,7 @@ impl Scheduler {
                 }
             }
         }
+        self.parts.cache.start_loads();
         passed.extend(waiting);
         // A failed sample may have released followers into the queue.
         let released = std::mem::replace(&mut self.waiting, passed);
@@ -97,7 +99,7 @@ impl Scheduler {
     fn prefix_is_coming(&self, sequence: &Sequence) -> bool {
         let limit = sequence.next_prompt_row().unwrap_or(sequence.tokens.len() - 1);
         self.running.iter().any(|other| {
-            if other.computed >= other.prompt_len || other.group.namespace != sequence.group.namespace {
+            if other.known() >= other.prompt_len || other.group.namespace != sequence.group.namespace {
                 return false;
             }
             let prompt = other.tokens.iter().take(other.prompt_len);
@@ -107,7 +109,7 @@ impl Scheduler {
                 // It leaves no state where this sample branches off.
                 return false;
             }
-            whole(shared.min(limit)) >= whole(other.computed) + WORTH_WAITING
+            whole(shared.min(limit)) >= whole(other.known()) + WORTH_WAITING
         })
     }
 
@@ -115,7 +117,8 @@ impl Scheduler {
     fn settle(&mut self, mut sequence: Sequence, grant: Grant) -> Attempt {
         sequence.wait = Wait::Prefetch;
         note_hits(&mut sequence, &grant);
-        let Grant { pages, windows, tokens, state, branch, .. } = grant;
+        let counts = sequence.times.admitted.is_none();
+        let Grant { pages, windows, tokens, state, branch, arriving, .. } = grant;
         if !self.has_room(&sequence, pages.len()) {
             let known = sequence.tokens.get(..tokens).unwrap_or_default();
             self.parts.cache.preempt(sequence.cache_id, known, PageTables { pages, windows });
@@ -124,6 +127,13 @@ impl Scheduler {
         sequence.tables = PageTables { pages, windows };
         sequence.saved = tokens;
         sequence.computed = tokens;
+        sequence.arrival = arriving.map(|load| Arrival {
+            known: load.start() * self.page_size,
+            promised: tokens,
+            load,
+            counts,
+            parked: false,
+        });
         sequence.branch = branch;
         if let Err(message) = self.take_slot(&mut sequence, state) {
             return Attempt::Failed(sequence, message);
@@ -136,6 +146,9 @@ impl Scheduler {
         }
         if sequence.times.admitted.is_none() {
             sequence.times.admitted = Some(Instant::now());
+        }
+        // What still comes counts when it has come.
+        if counts && sequence.arrival.is_none() {
             self.parts.shared.counters.prompt_started(&sequence.usage);
         }
         Attempt::Admitted(sequence)

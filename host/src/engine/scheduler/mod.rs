@@ -5,6 +5,7 @@
 //! compute it sleeps until a command or the cache's waker comes.
 
 mod admit;
+mod arrive;
 mod commands;
 mod drain;
 mod output;
@@ -73,6 +74,8 @@ pub(super) struct Scheduler {
     blocked: bool,
     /// Since when the only running sample cannot get a page.
     stalled: Option<Instant>,
+    /// Seconds that a token of a prompt takes in a pass, lately.
+    token_seconds: f64,
     last_finish: Option<Instant>,
     drain: Option<drain::Drain>,
 }
@@ -97,6 +100,7 @@ impl Scheduler {
             reserve: admit::FIRST_RESERVE,
             blocked: false,
             stalled: None,
+            token_seconds: 0.0,
             last_finish: None,
             drain: None,
         }

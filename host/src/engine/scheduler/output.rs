@@ -19,14 +19,19 @@ impl Scheduler {
         let mut row = 0;
         let mut generated = 0;
         for chunk in chunks {
-            if let Some(sequence) = running.get_mut(chunk.slot) {
+            if let Some(sequence) = running.get_mut(chunk.slot).filter(|_| !chunk.void) {
                 generated += self.advance(sequence, chunk, row);
             }
             row += chunk.rows();
         }
         self.parts.shared.counters.generated(generated);
-        let ended: Vec<Sequence> = running.extract_if(.., |sequence| sequence.ended.is_some()).collect();
         self.running = running;
+        self.retire_ended();
+    }
+
+    /// Lets go of the running samples that have ended.
+    pub(super) fn retire_ended(&mut self) {
+        let ended: Vec<Sequence> = self.running.extract_if(.., |sequence| sequence.ended.is_some()).collect();
         for mut sequence in ended {
             if let Some(reason) = sequence.ended.take() {
                 self.retire(sequence, reason);

@@ -92,6 +92,7 @@ impl Scheduler {
         // What it holds is lost; whole pages are enough to go on from.
         sequence.slot = None;
         sequence.computed = 0;
+        sequence.arrival = None;
         sequence.preemptions += 1;
         self.parts.shared.counters.preempted.fetch_add(1, Ordering::Relaxed);
         self.raise_reserve();

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::arrive::Arrival;
 use crate::cache::{CacheNamespace, Miss, PageTables, RequestId, ReuseHints};
 use crate::engine::memory::Slot;
 use crate::engine::request::{AbortKind, Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
@@ -102,6 +103,8 @@ pub(super) struct Sequence {
     pub computed: usize,
     /// Its pages.
     pub tables: PageTables,
+    /// The last of the pages that it was granted still come from storage.
+    pub arrival: Option<Arrival>,
     /// Its own slot while it runs, where the model has pools of slots.
     pub slot: Option<Slot>,
     /// Tokens after which a recurrent state is worth saving, as others may branch off there.
@@ -152,6 +155,11 @@ impl Sequence {
     /// Tokens whose KV is not computed yet; the last of them yields the next token.
     pub fn uncomputed(&self) -> usize {
         self.tokens.len() - self.computed
+    }
+
+    /// Leading tokens whose KV is known to be right, not only promised.
+    pub fn known(&self) -> usize {
+        self.arrival.as_ref().map_or(self.computed, |arrival| arrival.known)
     }
 
     /// Whether the next step computes a single token after output.

@@ -1,13 +1,14 @@
 //! One forward pass over the next tokens of the running samples.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvdock_models::{Batch, NoHooks, PooledBatch, PooledChunk, SeqChunk, StateSave, Want};
+use kvdock_models::{Batch, PooledBatch, PooledChunk, SeqChunk, StateSave, Want};
 use smallvec::SmallVec;
 
 use super::Scheduler;
+use super::arrive::Gates;
 use super::sequence::{Sequence, Wait};
 use crate::engine::memory::{ModelMemory, Slot};
 use crate::engine::request::{AbortKind, FinishReason};
@@ -38,6 +39,8 @@ pub(super) struct Chunk {
     /// One past the last position.
     pub end: usize,
     pub want: Want,
+    /// Nothing of it is kept.
+    pub void: bool,
 }
 
 impl Chunk {
@@ -54,7 +57,8 @@ impl Chunk {
 impl Scheduler {
     /// Runs a forward pass if there is anything to compute; says whether there was.
     pub(super) fn step(&mut self) -> bool {
-        let chunks = self.plan();
+        self.settle_arrivals();
+        let mut chunks = self.plan();
         if chunks.is_empty() {
             return false;
         }
@@ -65,8 +69,10 @@ impl Scheduler {
         }
         let began = Instant::now();
         match self.forward(&chunks) {
-            Ok(()) => {
+            Ok(Pass::GivenUp) => self.park(&chunks),
+            Ok(Pass::Done) => {
                 self.report_prefill(&chunks, began.elapsed());
+                self.judge(&mut chunks);
                 self.relax_reserve();
                 self.take_output(&chunks);
             }
@@ -76,10 +82,18 @@ impl Scheduler {
     }
 
     /// Tells the cache how fast prompts are computed: what loading from storage is compared with.
-    fn report_prefill(&self, chunks: &[Chunk], took: Duration) {
+    fn report_prefill(&mut self, chunks: &[Chunk], took: Duration) {
+        let arrives = |chunk: &Chunk| self.running.get(chunk.slot).is_some_and(|sequence| sequence.arrival.is_some());
+        if chunks.iter().any(arrives) {
+            // A part of the time it waited for storage.
+            return;
+        }
         let tokens = |chunk: &Chunk| chunk.end - chunk.start;
         let prefill: usize = chunks.iter().map(tokens).filter(|&tokens| tokens > 1).sum();
         let all: usize = chunks.iter().map(tokens).sum();
+        if prefill > 0 {
+            self.token_seconds = took.as_secs_f64() / all as f64;
+        }
         self.parts.cache.prefilled(prefill, all - prefill, took);
     }
 
@@ -93,7 +107,7 @@ impl Scheduler {
             let decoding = sequence.is_decoding();
             let tokens = if decoding { 1 } else { sequence.uncomputed().min(prefill) };
             let tokens = self.bounded_by_windows(sequence, self.bounded_by_rows(sequence, tokens));
-            if tokens == 0 {
+            if tokens == 0 || !self.may_join(sequence, tokens) {
                 slot += 1;
                 continue;
             }
@@ -101,7 +115,7 @@ impl Scheduler {
             let want = wanted_rows(sequence, end);
             match self.provide_pages(slot, end) {
                 Pages::Provided => {
-                    chunks.push(Chunk { slot, start, end, want });
+                    chunks.push(Chunk { slot, start, end, want, void: false });
                     if !decoding {
                         prefill -= tokens;
                     }
@@ -195,7 +209,7 @@ impl Scheduler {
         }
     }
 
-    fn forward(&mut self, chunks: &[Chunk]) -> Result<(), String> {
+    fn forward(&mut self, chunks: &[Chunk]) -> Result<Pass, String> {
         let now = Instant::now();
         for chunk in chunks {
             if let Some(sequence) = self.running.get_mut(chunk.slot)
@@ -223,18 +237,33 @@ impl Scheduler {
                 save: saves.get(place).map_or(&[], |saves| saves),
             });
         }
+        let arrivals = |chunk: &Chunk| self.running.get(chunk.slot).and_then(|sequence| sequence.arrival.as_ref());
+        let loads: Vec<_> = chunks.iter().filter_map(arrivals).map(|arrival| &arrival.load).collect();
+        let gates = Gates {
+            others: loads.len() < chunks.len(),
+            waiting: !self.waiting.is_empty(),
+            loads,
+            mailbox: &self.parts.mailbox,
+            wake_pending: &self.parts.wake_pending,
+            late: AtomicBool::new(false),
+        };
         let (model, pool, logits) = (&self.parts.model, &self.parts.pool, &mut self.logits);
         // What a panic may leave half done is the logits and the pages and slots of these chunks; none
         // is used afterwards.
-        catch_unwind(AssertUnwindSafe(|| match pool {
+        let passed = catch_unwind(AssertUnwindSafe(|| match pool {
             ModelMemory::One(pool) => {
                 let seqs: Vec<SeqChunk<'_>> = seqs.iter().map(plain).collect();
-                model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &NoHooks, logits)
+                model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &gates, logits)
             }
-            ModelMemory::Pools(pools) => model.forward_pools(&PooledBatch { seqs: &seqs }, pools, &NoHooks, logits),
-        }))
-        .map_err(|panic| format!("the forward pass panicked: {}", panic_text(panic.as_ref())))?
-        .map_err(|error| format!("the forward pass failed: {error}"))
+            ModelMemory::Pools(pools) => model.forward_pools(&PooledBatch { seqs: &seqs }, pools, &gates, logits),
+        }));
+        let failure = match passed {
+            Ok(Ok(())) => return Ok(Pass::Done),
+            Ok(Err(error)) => format!("the forward pass failed: {error}"),
+            Err(panic) => format!("the forward pass panicked: {}", panic_text(panic.as_ref())),
+        };
+        // What a pass does on pages that are not right says nothing about its samples.
+        if gates.late.load(Ordering::Relaxed) || gates.is_doubtful() { Ok(Pass::GivenUp) } else { Err(failure) }
     }
 
     /// Which recurrent states a chunk leaves on its way, as far as there are slots: where the prompt can be taken up again, where another
@@ -293,6 +322,13 @@ impl Scheduler {
 /// A chunk for a model of one pool.
 fn plain<'a>(chunk: &PooledChunk<'a>) -> SeqChunk<'a> {
     SeqChunk { tokens: chunk.tokens, start: chunk.start, pages: chunk.pages, logits: chunk.logits }
+}
+
+/// How a forward pass ended that did not fail.
+enum Pass {
+    Done,
+    /// A layer did not come from storage. Nothing of the pass is kept.
+    GivenUp,
 }
 
 /// What became of a wish for pages.

@@ -4,6 +4,7 @@ mod batching;
 mod drain;
 mod fake;
 mod lifecycle;
+mod linked;
 mod output;
 mod preemption;
 mod real;

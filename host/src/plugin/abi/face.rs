@@ -4,7 +4,8 @@ use std::ffi::c_void;
 use std::fmt::Debug;
 
 use kvdock_plugin_api::v0_1::{
-    BatchArgs, CallContext, CapabilitiesOut, ErrorOut, ExistsArgs, HealthOut, OpenArgs, PoolDesc, Stats, Status,
+    BatchArgs, CallContext, CapabilitiesOut, ErrorOut, ExistsArgs, FinishArgs, HealthOut, LoadArgs, OffloadArgs,
+    OffloadDone, OpenArgs, PoolDesc, StartArgs, Stats, Status,
 };
 
 /// An instance of a plugin, as its functions take it.
@@ -86,4 +87,32 @@ pub trait Face: Debug + Send + Sync {
     unsafe fn flush(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status;
     /// Ends the instance.
     unsafe fn close(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status;
+    /// The functions of the linker face; none if the plugin has none.
+    fn linker(&self) -> Option<&'static dyn LinkerFace> {
+        None
+    }
+}
+
+/// The functions of the linker face, as [`Face`] has the others.
+///
+/// # Safety of the calls
+/// As for [`Face`]: among the rules of the boundary are which of these calls may run beside which.
+#[allow(clippy::missing_safety_doc)] // It is the same for all of them, and stands above.
+pub trait LinkerFace: Debug + Send + Sync {
+    /// Which prefixes can be restored into the device pools.
+    unsafe fn lookup(&self, instance: RawInstance, args: *const ExistsArgs, error: *mut ErrorOut) -> Status;
+    /// Queues a load.
+    unsafe fn load(&self, instance: RawInstance, args: *const LoadArgs, error: *mut ErrorOut) -> Status;
+    /// Starts what is queued as one batch.
+    unsafe fn start(&self, instance: RawInstance, args: *const StartArgs, error: *mut ErrorOut) -> Status;
+    /// Waits for the end of a batch.
+    unsafe fn finish(&self, instance: RawInstance, args: *const FinishArgs, error: *mut ErrorOut) -> Status;
+    /// Queues an offload.
+    unsafe fn offload(&self, instance: RawInstance, args: *const OffloadArgs, error: *mut ErrorOut) -> Status;
+    /// How many completed offloads wait to be popped.
+    unsafe fn completed(&self, instance: RawInstance) -> u64;
+    /// Pops the oldest completed offload.
+    unsafe fn pop(&self, instance: RawInstance, out: *mut OffloadDone, error: *mut ErrorOut) -> Status;
+    /// Ends everything that is queued or runs.
+    unsafe fn reset(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status;
 }

@@ -13,7 +13,7 @@ mod v0_1;
 use std::ffi::c_void;
 use std::fmt;
 
-pub use face::{Face, RawInstance};
+pub use face::{Face, LinkerFace, RawInstance};
 
 /// One version of the boundary.
 pub struct AbiVersion {

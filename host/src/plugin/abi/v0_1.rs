@@ -3,11 +3,11 @@
 use std::ffi::c_void;
 
 use kvdock_plugin_api::v0_1::{
-    self, BackendTable, BatchArgs, CallContext, CapabilitiesOut, ErrorOut, ExistsArgs, HealthOut, OpenArgs, PoolDesc,
-    Stats, Status,
+    self, BackendTable, BatchArgs, CallContext, CapabilitiesOut, ErrorOut, ExistsArgs, FinishArgs, HealthOut,
+    LinkerTable, LoadArgs, OffloadArgs, OffloadDone, OpenArgs, PoolDesc, StartArgs, Stats, Status,
 };
 
-use super::{AbiVersion, Face, RawInstance};
+use super::{AbiVersion, Face, LinkerFace, RawInstance};
 
 /// The version.
 pub(super) const VERSION: AbiVersion = AbiVersion {
@@ -112,5 +112,47 @@ impl Face for BackendTable {
     unsafe fn close(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status {
         // SAFETY: the caller's promise.
         unsafe { (self.close)(instance.0, context, error) }
+    }
+    fn linker(&self) -> Option<&'static dyn LinkerFace> {
+        // SAFETY: rule of the boundary: the address is null or that of a constant table, and the library stays mapped.
+        let table: &'static LinkerTable = unsafe { self.linker.as_ref() }?;
+        let fits = table.size >= size_of::<LinkerTable>() as u64 && table.abi_version == v0_1::ABI_VERSION;
+        fits.then_some(table as &dyn LinkerFace)
+    }
+}
+
+/// Each function is a call through the pointer in the table.
+impl LinkerFace for LinkerTable {
+    unsafe fn lookup(&self, instance: RawInstance, args: *const ExistsArgs, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.lookup)(instance.0, args, error) }
+    }
+    unsafe fn load(&self, instance: RawInstance, args: *const LoadArgs, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.load)(instance.0, args, error) }
+    }
+    unsafe fn start(&self, instance: RawInstance, args: *const StartArgs, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.start_layer_wise_loading)(instance.0, args, error) }
+    }
+    unsafe fn finish(&self, instance: RawInstance, args: *const FinishArgs, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.finish_layer_wise_loading)(instance.0, args, error) }
+    }
+    unsafe fn offload(&self, instance: RawInstance, args: *const OffloadArgs, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.offload)(instance.0, args, error) }
+    }
+    unsafe fn completed(&self, instance: RawInstance) -> u64 {
+        // SAFETY: the caller's promise.
+        unsafe { (self.num_completed_offloads)(instance.0) }
+    }
+    unsafe fn pop(&self, instance: RawInstance, out: *mut OffloadDone, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.pop_completed_offload)(instance.0, out, error) }
+    }
+    unsafe fn reset(&self, instance: RawInstance, context: *const CallContext, error: *mut ErrorOut) -> Status {
+        // SAFETY: the caller's promise.
+        unsafe { (self.reset)(instance.0, context, error) }
     }
 }

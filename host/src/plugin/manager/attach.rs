@@ -85,6 +85,7 @@ impl Shared {
             folders: self.folders.clone(),
             identity: self.identity.clone(),
             pools: pools.into(),
+            mode: self.sink.cache_mode(),
             state: member.state.clone(),
             calls: member.calls.clone(),
         };

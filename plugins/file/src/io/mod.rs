@@ -49,8 +49,8 @@ impl Pieces {
 /// An operation on one file. Paths are relative to the folder of the namespace.
 #[derive(Debug, Clone, Copy)]
 pub enum Op<'a> {
-    /// Opens a file and reads it from its start; the result is the bytes read, which may be fewer than the pieces take.
-    ReadFile { path: Name, pieces: Pieces },
+    /// Opens a file and reads it from a place on; the result is the bytes read, which may be fewer than the pieces take.
+    ReadFile { path: Name, offset: u64, pieces: Pieces },
     /// Reads from an open file.
     ReadAt { file: BorrowedFd<'a>, offset: u64, pieces: Pieces },
     /// Writes a new file under a temporary name, gives it its name, and makes its content durable when `sync` says so. `direct`: past the page
@@ -114,9 +114,9 @@ pub const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 /// Runs one operation on the calling thread.
 pub fn execute(folder: BorrowedFd<'_>, op: &Op<'_>) -> io::Result<usize> {
     match op {
-        Op::ReadFile { path, pieces } => {
+        Op::ReadFile { path, offset, pieces } => {
             let file = rustix::fs::openat(folder, path.as_cstr(), READ_FLAGS, Mode::empty())?;
-            read_at(file.as_fd(), 0, *pieces)
+            read_at(file.as_fd(), *offset, *pieces)
         }
         Op::ReadAt { file, offset, pieces } => read_at(*file, *offset, *pieces),
         Op::WriteFile { temp, path, pieces, sync, direct } => {
@@ -306,14 +306,17 @@ mod tests {
         }
         assert_eq!(std::fs::read_dir(scratch.path().join("p/07")).unwrap().count(), 36, "no temporary name is left");
         let parts: Vec<_> = target.chunks_mut(source.len()).map(|part| split(part)).collect();
-        let read =
-            |i: u8| Op::ReadFile { path: crate::names::page(&key(i), "kv-0"), pieces: pieces(&parts[usize::from(i)]) };
+        let read = |i: u8| Op::ReadFile {
+            offset: 0,
+            path: crate::names::page(&key(i), "kv-0"),
+            pieces: pieces(&parts[usize::from(i)]),
+        };
         let read = run(engine, &folder, (0..40).map(read).collect());
         for (i, result) in read.into_iter().enumerate().filter(|(i, _)| i % 10 != 9) {
             assert_eq!(result.unwrap().unwrap(), source.len(), "operation {i}");
             assert_eq!(&target[i * source.len()..(i + 1) * source.len()], &source[..]);
         }
-        let missing = Op::ReadFile { path: crate::names::page(&key(99), "kv-0"), pieces: pieces(&parts[0]) };
+        let missing = Op::ReadFile { offset: 0, path: crate::names::page(&key(99), "kv-0"), pieces: pieces(&parts[0]) };
         let no_folder = Op::WriteFile {
             temp: crate::names::temp(&[1; 32], "0123456789abcdef", 1),
             path: crate::names::page(&[1; 32], "kv-0"),

@@ -226,8 +226,9 @@ impl<'a> Flight<'a> {
             (Op::Sync { path }, Step::Open) => {
                 opcode::OpenAt::new(at, path.as_cstr().as_ptr()).flags(READ_FLAGS.bits() as c_int).build()
             }
-            (Op::ReadFile { pieces, .. }, Step::Move) => self.moving(*pieces, 0, false),
-            (Op::ReadAt { pieces, offset, .. }, Step::Move) => self.moving(*pieces, *offset, false),
+            (Op::ReadFile { pieces, offset, .. } | Op::ReadAt { pieces, offset, .. }, Step::Move) => {
+                self.moving(*pieces, *offset, false)
+            }
             (Op::WriteFile { pieces, .. }, Step::Move) => self.moving(*pieces, 0, true),
             (Op::WriteAt { pieces, offset, .. }, Step::Move) => {
                 faults::check()?;

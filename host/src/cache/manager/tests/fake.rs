@@ -2,14 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use crate::plugin::backend::{
     BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held,
-    HostPoolDescription, PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
+    HostPoolDescription, LayerLoad, PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
 };
 
 /// What outlives a backend: the stored pages.
@@ -46,6 +46,14 @@ pub struct Faults {
     pub refuse: AtomicBool,
     /// `exists` fails.
     pub fail_exists: AtomicBool,
+    /// Layers that a load settles; it waits before the next one, up to its deadline.
+    pub layers_open: Mutex<Option<usize>>,
+    /// A load settles this layer without having filled it.
+    pub skip_layer: Mutex<Option<usize>>,
+    /// This many loads are refused before anything of them runs.
+    pub refuse_loads: AtomicUsize,
+    /// This many loads panic.
+    pub panic_loads: AtomicUsize,
 }
 
 /// What was called.
@@ -57,6 +65,13 @@ pub struct Calls {
     pub set: AtomicUsize,
     pub set_pages: AtomicUsize,
     pub flush: AtomicUsize,
+    pub lookups: AtomicUsize,
+    pub loads: AtomicUsize,
+    /// Requests of each batch of loads.
+    pub batches: Mutex<Vec<Vec<u64>>>,
+    pub load_pages: AtomicUsize,
+    pub offloads: AtomicUsize,
+    pub offload_pages: AtomicUsize,
     /// For each call, the keys from the start of the sequence to its last one.
     pub chains: Mutex<Vec<Vec<PageKey>>>,
     /// Sessions named by writes.
@@ -72,6 +87,7 @@ pub struct FakeBackend {
     pub calls: Calls,
     pub settings: BackendSettings,
     pub remove: bool,
+    pub linker: bool,
     late: Mutex<Vec<u32>>,
 }
 
@@ -88,6 +104,7 @@ impl FakeBackend {
             calls: Calls::default(),
             settings: BackendSettings { timeout: Duration::from_secs(10), retries: 0, ..BackendSettings::default() },
             remove: true,
+            linker: false,
             late: Mutex::default(),
         }
     }
@@ -122,6 +139,35 @@ impl FakeBackend {
             rest = others;
         }
         assert!(rest.is_empty(), "a page of another size");
+    }
+
+    /// Fills one layer of a page, or with none what belongs to no layer.
+    fn write_layer(&self, page: u32, layer: Option<usize>, bytes: &[u8]) {
+        let starts: Vec<u64> = self
+            .pool
+            .segments
+            .iter()
+            .scan(0, |end, segment| {
+                let start = *end;
+                *end += segment.len;
+                Some(start)
+            })
+            .collect();
+        let put = |segment: usize, offset: u64, len: u64| {
+            let place = self.pool.segments[segment];
+            let at = (self.pool.base as u64 + place.offset + u64::from(page) * place.stride + offset) as *mut u8;
+            let from = &bytes[(starts[segment] + offset) as usize..][..len as usize];
+            // SAFETY: the pool lies where it says; destination pages are this call's.
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at, len as usize) };
+        };
+        match layer {
+            Some(layer) => {
+                for c in self.pool.components.iter().filter(|c| c.layer as usize == layer) {
+                    (0..c.run_count).for_each(|run| put(c.segment as usize, c.offset + run * c.run_stride, c.run_len));
+                }
+            }
+            None => put(starts.len() - 1, 0, self.pool.segments[starts.len() - 1].len),
+        }
     }
 
     fn hangs(&self, keys: &[PageKey]) -> Option<&AtomicBool> {
@@ -260,6 +306,98 @@ impl StorageBackend for FakeBackend {
             };
         }
         Ok(())
+    }
+
+    fn has_linker(&self) -> bool {
+        self.linker
+    }
+
+    fn lookup(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        chain: &ChainInfo<'_>,
+        request: u64,
+    ) -> Result<Restorable, BackendError> {
+        assert!(self.linker && request > 0);
+        self.calls.lookups.fetch_add(1, Ordering::Relaxed);
+        self.batch_exists(options, keys, &Held::default(), chain)
+    }
+
+    fn load_layers(
+        &self,
+        options: &CallOptions,
+        loads: &[LayerLoad<'_>],
+        words: &Arc<[AtomicU32]>,
+        watch: &mut dyn FnMut(),
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        assert!(self.linker && !loads.is_empty());
+        self.calls.loads.fetch_add(1, Ordering::Relaxed);
+        self.calls.batches.lock().push(loads.iter().map(|load| load.request).collect());
+        assert!(!take(&self.faults.panic_loads), "a panic on order");
+        if take(&self.faults.refuse_loads) {
+            status.fill(PageStatus::Refused);
+            return Err(self.error(ErrorKind::Unsupported, false, false));
+        }
+        let mut pages = Vec::new();
+        for load in loads {
+            assert!(load.keys.len() == load.pages.len() && !load.keys.is_empty());
+            self.calls.note(&load.chain, load.keys);
+            pages.extend(load.keys.iter().copied().zip(load.pages.iter().copied()));
+        }
+        self.calls.load_pages.fetch_add(pages.len(), Ordering::Relaxed);
+        let numbers: Vec<u32> = pages.iter().map(|(_, page)| *page).collect();
+        self.wait(options, self.hangs(&[pages[0].0]), &numbers)?;
+        let short = self.faults.short_after.lock().unwrap_or(usize::MAX);
+        let mut found = Vec::new();
+        for (i, (key, page)) in pages.iter().enumerate() {
+            let gone = self.faults.vanish.lock().contains(key);
+            match self.store.lock().get(key).filter(|_| !gone && i < short) {
+                Some(bytes) => {
+                    let mut bytes = bytes.clone();
+                    if self.faults.flip.lock().contains(key) {
+                        bytes[7] ^= 0x10;
+                    }
+                    self.write_layer(*page, None, &bytes);
+                    found.push((*page, bytes));
+                    status[i] = PageStatus::Ok;
+                }
+                None if i < short => status[i] = PageStatus::Missing,
+                None => {}
+            }
+        }
+        for (layer, word) in words.iter().enumerate() {
+            while self.faults.layers_open.lock().is_some_and(|open| layer >= open) {
+                if options.is_cancelled() || Instant::now() >= options.deadline {
+                    status.fill(PageStatus::Failed);
+                    return Err(self.error(ErrorKind::TimedOut, true, false));
+                }
+                watch();
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if *self.faults.skip_layer.lock() != Some(layer) {
+                found.iter().for_each(|(page, bytes)| self.write_layer(*page, Some(layer), bytes));
+            }
+            word.store(1, Ordering::Release);
+            watch();
+        }
+        Ok(())
+    }
+
+    fn offload(
+        &self,
+        options: &CallOptions,
+        group: PoolGroup,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        assert!(self.linker);
+        self.calls.offloads.fetch_add(1, Ordering::Relaxed);
+        self.calls.offload_pages.fetch_add(keys.len(), Ordering::Relaxed);
+        self.batch_set(options, group, keys, pages, chain, status)
     }
 
     fn batch_remove(

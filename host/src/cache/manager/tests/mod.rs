@@ -8,6 +8,7 @@ mod fake;
 mod fallback;
 mod faults;
 mod lifecycle;
+mod linked;
 mod policies;
 mod reuse;
 mod several;
@@ -177,7 +178,8 @@ impl Rig {
         loop {
             let next = self.cache.tick();
             let stats = self.cache.stats();
-            if stats.backup_pending_pages + stats.prefetches_running + stats.load_backs_running == 0 {
+            let moving = stats.prefetches_running + stats.load_backs_running + stats.layer_loads_running;
+            if stats.backup_pending_pages + moving == 0 {
                 return stats;
             }
             assert!(Instant::now() < limit, "work does not end: {stats:?}");

@@ -1,0 +1,23 @@
+//! Linker mode: pages go between device pools and storage, layer by layer, with no host tier between.
+//!
+//! The scheduler hands jobs down and never waits for storage:
+//!
+//! 1. `lookup` asks what storage has behind the pages that are on the device. The answer stays with the request.
+//! 2. A request that is granted pages gets slots of its own for what storage has, and a [`LoadRun`]. All runs of a turn start as one batch.
+//! 3. `load` watches the batch. Of a layer that storage has brought the checksums are taken, it is copied to the device, and its gate opens: the
+//!    forward, which waits before each layer for its gate alone ([`Arriving::wait`]), goes on.
+//! 4. At the end each page has a verdict, by its seal. Only good pages, up to the first bad one, go into the tree. If a bad one was used
+//!    meanwhile, what that forward computed for the request is thrown away, and the rest is computed.
+//!
+//! Pages pass through *transit pages*, host memory that is registered with the plugins: a plugin needs no device support, pools may lie
+//! anywhere, and a call that hangs holds transit pages, never a device slot. There are few of them, and none outlives its transfer.
+
+mod load;
+mod lookup;
+mod run;
+mod transit;
+
+pub(crate) use load::{LoadBatch, load};
+pub(crate) use lookup::{Answer, Lookup, look_up};
+pub use run::{Arriving, Gate, Verdict};
+pub(crate) use run::{LoadRun, Origin};
