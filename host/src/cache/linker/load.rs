@@ -79,7 +79,7 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
         answered = called.is_ok();
         // A load that failed is computed, not tried again: its request waits.
         let called = called.map_err(|error| BackendError { retryable: false, ..error });
-        let fault = called.as_ref().err().map(|error| fault_of(error));
+        let fault = called.as_ref().err().map(fault_of);
         results = judge(&passage, &status, fault);
         called.and_then(|()| any_good(attached, &results))
     });
