@@ -5,6 +5,9 @@ use std::ffi::c_void;
 use crate::v0_1::{Bytes, HostTable};
 use crate::{HealthState, LogLevel, MetricKind};
 
+/// A counter that is a message too: see [`Host::contents_lost`].
+pub const CONTENTS_LOST: &str = "kvdock_contents_lost";
+
 /// The host's functions. Cheap to copy, usable from any thread for the life of the process; no call blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct Host {
@@ -42,6 +45,12 @@ impl Host {
         let reason: Bytes = reason.into();
         // SAFETY: as in `log`.
         unsafe { (self.table.health_changed)(self.context, state.raw(), reason) }
+    }
+
+    /// Tells that what the store held is gone, or a part of it that can't be named: the host believes nothing of this instance any more and offers
+    /// what it has anew. It is told when the store takes pages again, not before. That single pages were evicted is no such loss.
+    pub fn contents_lost(&self) {
+        self.metric(MetricKind::CounterAdd, CONTENTS_LOST, "", 1.0);
     }
 
     /// Tells that layers of a batch of loads were settled.

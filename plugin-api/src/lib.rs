@@ -7,6 +7,7 @@
 //! * [`v0_1`]: the frozen C types and tables.
 //! * [`Backend`], [`Linker`]: the safe traits over them.
 //! * [`note`]: what a plugin says of itself before any of its code runs.
+//! * [`values`]: sizes and switches as configurations hold them.
 
 mod backend;
 mod batch;
@@ -30,13 +31,14 @@ pub mod raw;
 #[cfg(feature = "tracing")]
 mod trace;
 pub mod v0_1;
+pub mod values;
 
 pub use backend::{Backend, Health, HeldPages, Identity, Open};
 pub use batch::{Batch, Get, Page, Remove, Set, Transfer};
 pub use call::{Call, Chain, monotonic_ns};
 pub use error::{Error, ErrorKind, PageStatus, Result};
 pub use exists::{Exists, PoolQuery};
-pub use host::Host;
+pub use host::{CONTENTS_LOST, Host};
 pub use kinds::{
     CacheMode, Capability, ClearScope, ComponentKind, Dtype, HealthState, HeldChange, HeldTier, HitPolicy, LogLevel,
     MemoryKind, MetricKind, PoolRole, ReadyKind,

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvdock_plugin_api::values::{SIZE, size};
 use kvdock_plugin_api::{Error, ErrorKind, Open, Result};
 use serde_json::{Map, Value};
 
@@ -112,7 +113,6 @@ impl Config {
             io: IoChoice::Auto,
             io_threads: 32,
         };
-        const SIZE: &str = "a number of bytes such as 1073741824 or \"10GiB\"";
         for (key, value) in &map {
             match key.as_str() {
                 "dir" => {
@@ -170,53 +170,12 @@ impl Config {
     }
 }
 
-/// A size: an integer, or digits with a unit (`k`, `M`, `G`, `T`; with `i` for powers of 1024), with or without `B`.
-fn size(value: &Value) -> Option<u64> {
-    if let Some(number) = value.as_u64() {
-        return Some(number);
-    }
-    let text = value.as_str()?.trim();
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at_checked(digits)?;
-    let unit = unit.trim_start();
-    let unit = unit.strip_suffix('B').unwrap_or(unit);
-    let factor: u64 = match unit {
-        "" => 1,
-        "k" | "K" => 1000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        "ki" | "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(factor)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn parse(json: &str) -> Result<Config> {
         Config::parse("file", json, Some("/cache".into()), Some("/home/me".into()))
-    }
-
-    #[test]
-    fn sizes_are_integers_or_texts_with_units() {
-        for (json, bytes) in [
-            (r#"10"#, 10),
-            (r#""10GiB""#, 10 << 30),
-            (r#""10 GiB""#, 10 << 30),
-            (r#""200GB""#, 200_000_000_000),
-            (r#""64Mi""#, 64 << 20),
-            (r#""5""#, 5),
-            (r#""3kB""#, 3000),
-        ] {
-            let config = parse(&format!(r#"{{"max_bytes":{json}}}"#)).unwrap();
-            assert_eq!(config.max_bytes, Some(bytes), "{json}");
-        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 mod rdma;
 mod sources;
 
-use kvdock_plugin_api::{Error, ErrorKind, Open, Result};
+use kvdock_plugin_api::{Error, ErrorKind, Open, Result, values};
 use serde_json::{Map, Value};
 
 use crate::member::SCHEME;
@@ -354,17 +354,9 @@ fn fail(instance: &str, key: &str, what: &str) -> Error {
     Error::new(ErrorKind::InvalidConfig, format!("storage.{instance}{dot}{key}: {what}"))
 }
 
-/// True and false, also as the texts that environment variables hold.
+/// True and false, also as the texts that environment variables hold; an empty one is false.
 fn flag(value: &Value) -> Option<bool> {
-    match value {
-        Value::Bool(value) => Some(*value),
-        Value::String(text) => match text.to_ascii_lowercase().as_str() {
-            "1" | "true" | "yes" | "on" => Some(true),
-            "" | "0" | "false" | "no" | "off" => Some(false),
-            _ => None,
-        },
-        _ => None,
-    }
+    if value.as_str() == Some("") { Some(false) } else { values::flag(value) }
 }
 
 /// A host, perhaps with a port.
@@ -384,27 +376,11 @@ fn host(text: &str) -> Option<(String, u16)> {
 
 /// A size: an integer, or digits with a unit. `gb` in any case is what other clients of the store take it for: 2^30.
 fn size(value: &Value) -> Option<u64> {
-    if let Some(number) = value.as_u64() {
-        return Some(number);
+    let Some(text) = value.as_str().map(str::trim) else { return values::size(value) };
+    match text.len().checked_sub(2).and_then(|at| text.split_at_checked(at)) {
+        Some((number, unit)) if unit.eq_ignore_ascii_case("gb") => values::size(&Value::from(format!("{number}GiB"))),
+        _ => values::size(value),
     }
-    let text = value.as_str()?.trim();
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at_checked(digits)?;
-    let unit = unit.trim_start();
-    let factor: u64 = match unit {
-        "" | "B" => 1,
-        "k" | "K" | "kB" | "KB" => 1000,
-        "M" | "MB" => 1_000_000,
-        "T" | "TB" => 1_000_000_000_000,
-        "G" => 1_000_000_000,
-        "ki" | "Ki" | "kiB" | "KiB" => 1 << 10,
-        "Mi" | "MiB" => 1 << 20,
-        "Gi" | "GiB" => 1 << 30,
-        "Ti" | "TiB" => 1 << 40,
-        unit if unit.eq_ignore_ascii_case("gb") => 1 << 30,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(factor)
 }
 
 #[cfg(test)]

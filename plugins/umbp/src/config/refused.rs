@@ -1,8 +1,7 @@
 //! Settings of other nodes of UMBP that can have one value here, and why.
 
+use kvdock_plugin_api::values::flag;
 use serde_json::Value;
-
-use super::values::flag;
 
 /// Whether a value is what happens anyway; else what is, and why. None for a key that nobody has.
 pub fn look(key: &str, value: &Value) -> Option<Result<(), &'static str>> {

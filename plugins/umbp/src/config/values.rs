@@ -4,9 +4,6 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-/// What a size is.
-pub const SIZE: &str = "a number of bytes such as 1073741824 or \"4GiB\"";
-
 /// Where segments lie when nothing is said.
 pub fn default_dir(variable: &dyn Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -19,19 +16,6 @@ pub fn expand(dir: &str, variable: &dyn Fn(&str) -> Option<String>) -> PathBuf {
     match (dir.strip_prefix("~/"), variable("HOME")) {
         (Some(rest), Some(home)) => PathBuf::from(home).join(rest),
         _ => PathBuf::from(dir),
-    }
-}
-
-/// True and false, also as the texts that environment variables hold.
-pub fn flag(value: &Value) -> Option<bool> {
-    match value {
-        Value::Bool(value) => Some(*value),
-        Value::String(text) => match text.to_ascii_lowercase().as_str() {
-            "1" | "true" | "yes" | "on" => Some(true),
-            "0" | "false" | "no" | "off" => Some(false),
-            _ => None,
-        },
-        _ => None,
     }
 }
 
@@ -55,29 +39,4 @@ pub fn numbers(value: &Value) -> Option<Vec<u32>> {
         }
         _ => None,
     }
-}
-
-/// A size: an integer, or digits with a unit (`k`, `M`, `G`, `T`; with `i` for powers of 1024), with or without `B`.
-pub fn size(value: &Value) -> Option<u64> {
-    if let Some(number) = value.as_u64() {
-        return Some(number);
-    }
-    let text = value.as_str()?.trim();
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at_checked(digits)?;
-    let unit = unit.trim_start();
-    let unit = unit.strip_suffix('B').unwrap_or(unit);
-    let factor: u64 = match unit {
-        "" => 1,
-        "k" | "K" => 1000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        "T" => 1_000_000_000_000,
-        "ki" | "Ki" => 1 << 10,
-        "Mi" => 1 << 20,
-        "Gi" => 1 << 30,
-        "Ti" => 1 << 40,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(factor)
 }
