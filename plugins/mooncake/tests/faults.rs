@@ -174,6 +174,31 @@ fn the_host_was_not_told_of_pages_that_went_with_a_peer() {
     wait_for("word of what is lost", || losses() > before);
 }
 
+/// Where official peers are found by asking them, the master does not say that one has left: whoever had stored pages with it believed in them for ever.
+#[test]
+fn the_host_was_not_told_of_pages_that_went_with_an_official_peer_that_is_found_by_asking() {
+    // The master goes on naming the memory of what is gone.
+    let master = Master::start(&["--client_ttl=600"]);
+    let mut official = Official::start(&master, Mode::Peer, 64 << 20);
+    let bench = Bench::new(&master.config(Mode::Peer, 0), pool(4, 4096));
+    assert!(bench.set(&[1, 2, 3]).all_ok(), "{}", bench.logs());
+    let losses = || bench.host.metric("kvdock_contents_lost").unwrap_or_default();
+    // One that does not answer may have them still.
+    official.stand_still();
+    wait_for("a look at the peer", || bench.logs().contains("does not say whether it has its memory still"));
+    official.go_on();
+    wait_for("the peer's pages", || bench.has_all(&[1, 2, 3]));
+    assert_eq!(losses(), 0.0, "{}", bench.logs());
+    official.kill();
+    wait_for("word of what is lost", || losses() > 0.0);
+    assert!(bench.logs().contains("has ended; the pages in its memory are gone"), "{}", bench.logs());
+    // They are stored anew elsewhere, and not taken to be there because the master says so.
+    let _other = Official::start(&master, Mode::Peer, 64 << 20);
+    wait_for("pages that are stored", || bench.set(&[1, 2, 3]).all_ok());
+    assert!(bench.has_all(&[1, 2, 3]), "{}", bench.logs());
+    assert_eq!(losses(), 1.0, "it is told once");
+}
+
 /// What one member could not read it removed by force from the store, also where all others could.
 #[test]
 fn pages_of_a_peer_that_did_not_answer_were_removed_for_everybody() {

@@ -6,7 +6,7 @@
 //! | M02 | `m02_lookup_answers_the_lengths_that_all_pools_can_serve` |
 //! | M03 | `m03_loads_and_offloads_are_counted`; there is no garbage collector to freeze |
 //! | M04 | `m04_an_offload_returns_before_its_pages_may_be_read` |
-//! | M05 | none: ranks agree in the host; a plugin answers for its own |
+//! | M05 | `m05_completions_wait_in_order_until_they_are_popped`: ranks agree in the host on how many, a plugin answers for its own |
 //! | M06 | `m06_pools_of_compressed_layers_travel_together` |
 //! | M07 | `m07_an_indexer_shares_the_page_indices_of_its_pool` |
 //! | M08 | `m08_a_pool_that_can_not_be_served_is_refused_by_name` |
@@ -211,6 +211,30 @@ fn m04_an_offload_returns_before_its_pages_may_be_read() {
     }
     assert_eq!(pop(&linker), Completed { operation: 7, result: Ok(()) });
     assert!(all_ok(&load(&linker, 1, &[Part::new(&kv, &keys(&[1]), &[4])])) && kv.holds(4, 1));
+}
+
+#[test]
+fn m05_completions_wait_in_order_until_they_are_popped() {
+    let master = Master::start(&[]);
+    let (pools, model) = ([pool(8, 4096), pool(8, 4096)], identity("model"));
+    let ranks = pools.each_ref().map(|pool| open(&master, &model, &[pool]));
+    let linkers = ranks.each_ref().map(|(_, store)| store.linker().unwrap());
+    for (linker, pool) in linkers.iter().zip(&pools) {
+        for operation in 1..=4u64 {
+            pool.fill(operation as u32, operation);
+            let part = Part::new(pool, &keys(&[operation]), &[operation as u32]);
+            linker.offload(&Options::default(), operation, &[part], &[NOW]).unwrap();
+        }
+    }
+    // As many as the rank has that is behind; what the other has beyond that stays with it.
+    for round in [1..=2u64, 3..=4] {
+        for operation in round {
+            for linker in &linkers {
+                assert_eq!(pop(linker), Completed { operation, result: Ok(()) });
+            }
+        }
+    }
+    assert!(linkers.iter().all(|linker| linker.pop().unwrap().is_none()));
 }
 
 #[test]

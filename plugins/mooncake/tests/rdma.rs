@@ -3,9 +3,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use common::services::{Calls, Master, Mode, Official};
@@ -15,8 +13,9 @@ use kvdock_plugin_mooncake::limit::Limit;
 use kvdock_plugin_mooncake::metadata::{Descriptor, Metadata};
 use kvdock_plugin_mooncake::wire::rpc;
 use kvdock_plugin_mooncake::wire::types::Place;
+use kvdock_tests::other::{self, Other};
 use kvdock_verbs_stand_in::{faults, harness};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 const PAGE: u64 = 300_000;
@@ -34,75 +33,22 @@ fn over_rdma(config: &str) -> String {
 }
 
 /// Another member, in a process of its own.
-struct Other {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Other {
-    fn start(config: &str) -> Other {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["member_process", "--exact", "--ignored", "--nocapture"])
-            .env("KVDOCK_MEMBER", config)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut other = Other { child, input, output };
-        assert_eq!(other.answer(), json!("ready"));
-        other
-    }
-
-    fn answer(&mut self) -> Value {
-        let mut line = String::new();
-        loop {
-            line.clear();
-            assert!(self.output.read_line(&mut line).unwrap() > 0, "the other member ended");
-            if let Some(answer) = line.strip_prefix("answer ") {
-                return serde_json::from_str(answer).unwrap();
-            }
-        }
-    }
-
-    fn ask(&mut self, what: &str, numbers: &[u64]) -> Value {
-        writeln!(self.input, "{}", json!([what, numbers])).unwrap();
-        self.answer()
-    }
-
-    fn set(&mut self, numbers: &[u64]) {
-        let all = vec![true; numbers.len()];
-        assert_eq!(self.ask("set", numbers), json!(all));
-    }
-
-    fn has_all(&mut self, numbers: &[u64]) -> bool {
-        self.ask("which", numbers) == json!(vec![true; numbers.len()])
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn start_other(config: &str) -> Other {
+    Other::start("member_process", config)
 }
 
 /// What the other process does; not a test of its own.
 #[test]
 #[ignore = "started by the other tests"]
 fn member_process() {
-    let bench = Bench::new(&std::env::var("KVDOCK_MEMBER").unwrap(), pool(64, PAGE));
-    println!("\nanswer {}", json!("ready"));
-    for line in std::io::stdin().lines() {
-        let (what, numbers): (String, Vec<u64>) = serde_json::from_str(&line.unwrap()).unwrap();
-        let answer = match what.as_str() {
-            "set" => json!(stored(&bench, &numbers)),
-            "which" => json!(bench.which(&numbers)),
+    other::serve(
+        |config| Bench::new(config, pool(64, PAGE)),
+        |bench, what, numbers| match what {
+            "set" => json!(stored(bench, numbers)),
+            "which" => json!(bench.which(numbers)),
             _ => panic!("{what}"),
-        };
-        println!("answer {answer}");
-    }
+        },
+    );
 }
 
 fn stored(bench: &Bench, numbers: &[u64]) -> Vec<bool> {
@@ -146,7 +92,7 @@ fn two_members_move_pages_by_rdma_in_both_metadata_modes() {
     with_stand_in("two_members_move_pages_by_rdma_in_both_metadata_modes", |_| {
         for mode in [Mode::Peer, Mode::Http] {
             let master = Master::start(&[]);
-            let mut lender = Other::start(&over_rdma(&master.config(mode, 64 * MIB)));
+            let mut lender = start_other(&over_rdma(&master.config(mode, 64 * MIB)));
             let guest = Bench::new(&over_rdma(&master.config(mode, 0)), pool(64, PAGE));
             set_all(&guest, &range(0, 40));
             assert!(lender.has_all(&range(0, 40)), "{mode:?}");
@@ -167,7 +113,7 @@ fn both_members_lend_and_markers_and_small_pages_travel_too() {
     with_stand_in("both_members_lend_and_markers_and_small_pages_travel_too", |_| {
         let master = Master::start(&[]);
         let config = over_rdma(&master.config(Mode::Peer, 32 * MIB));
-        let mut other = Other::start(&config);
+        let mut other = start_other(&config);
         let bench = Bench::new(&config, pool(64, PAGE));
         // The master places pages on either segment.
         set_all(&bench, &range(0, 50));
@@ -184,7 +130,7 @@ fn both_members_lend_and_markers_and_small_pages_travel_too() {
 fn a_connection_that_fails_is_made_anew_and_no_page_is_lost() {
     with_stand_in("a_connection_that_fails_is_made_anew_and_no_page_is_lost", |folder| {
         let master = Master::start(&[]);
-        let _lender = Other::start(&over_rdma(&master.config(Mode::Peer, 64 * MIB)));
+        let _lender = start_other(&over_rdma(&master.config(Mode::Peer, 64 * MIB)));
         let guest = Bench::new(&over_rdma(&master.config(Mode::Peer, 0)), pool(64, PAGE));
         for (turn, status) in [12, 11, 5, 19].into_iter().enumerate() {
             let numbers = range(turn as u64 * 100, 20);
@@ -203,13 +149,13 @@ fn a_member_that_is_killed_costs_its_pages_and_nothing_else() {
         let master = Master::start(&["--client_ttl=3"]);
         let config = over_rdma(&master.config(Mode::Peer, 64 * MIB));
         let guest = Bench::new(&over_rdma(&master.config(Mode::Peer, 0)), pool(64, PAGE));
-        let mut lender = Other::start(&config);
+        let mut lender = start_other(&config);
         set_all(&guest, &range(0, 20));
         lender.child.kill().unwrap();
         lender.child.wait().unwrap();
         // Nothing is read, nothing hangs, nothing is wrong.
         assert_eq!(guest.which(&range(0, 20)), vec![false; 20]);
-        let _next = Other::start(&config);
+        let _next = start_other(&config);
         wait_for("pages are stored with the next member", || stored(&guest, &range(200, 20)) == vec![true; 20]);
         assert!(guest.has_all(&range(200, 20)), "{}", guest.logs());
     });
@@ -222,10 +168,10 @@ fn a_member_that_dies_or_stands_still_in_the_middle_of_reads_brings_no_wrong_byt
         let config = over_rdma(&master.config(Mode::Peer, 64 * MIB));
         let guest = Bench::new(&over_rdma(&master.config(Mode::Peer, 0)), pool(64, PAGE));
         for signal in [Signal::STOP, Signal::KILL] {
-            let lender = Other::start(&config);
+            let lender = start_other(&config);
             let first = if signal == Signal::STOP { 0 } else { 1000 };
             wait_for("the new member takes pages", || stored(&guest, &range(first, 40)) == vec![true; 40]);
-            let process = Pid::from_child(&lender.child);
+            let process = lender.pid();
             let later = std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(30));
                 kill_process(process, signal).unwrap();
@@ -315,7 +261,7 @@ fn without_rdma_on_this_machine_the_error_says_what_is_missing() {
 fn a_member_over_tcp_is_told_why_it_does_not_reach_one_over_rdma() {
     with_stand_in("a_member_over_tcp_is_told_why_it_does_not_reach_one_over_rdma", |_| {
         let master = Master::start(&[]);
-        let mut lender = Other::start(&over_rdma(&master.config(Mode::Peer, 64 * MIB)));
+        let mut lender = start_other(&over_rdma(&master.config(Mode::Peer, 64 * MIB)));
         lender.set(&range(0, 4));
         let guest = Bench::new(&master.config(Mode::Peer, 0), pool(4, PAGE));
         assert_eq!(guest.which(&range(0, 4)), [false; 4]);
@@ -323,7 +269,7 @@ fn a_member_over_tcp_is_told_why_it_does_not_reach_one_over_rdma() {
         // The other way round it goes: who has RDMA has TCP as well.
         drop(lender);
         let master = Master::start(&[]);
-        let mut lender = Other::start(&master.config(Mode::Peer, 64 * MIB));
+        let mut lender = start_other(&master.config(Mode::Peer, 64 * MIB));
         let guest = Bench::new(&over_rdma(&master.config(Mode::Peer, 0)), pool(4, PAGE));
         set_all(&guest, &range(0, 4));
         assert!(lender.has_all(&range(0, 4)) && guest.has_all(&range(0, 4)), "{}", guest.logs());

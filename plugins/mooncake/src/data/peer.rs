@@ -30,6 +30,9 @@ struct Trouble {
     pause: Duration,
 }
 
+/// How long the master may go on naming memory of a peer that has ended: for its `client_ttl`, which nobody tells.
+const ENDED_FOR: Duration = Duration::from_secs(600);
+
 /// What the master says of the memory that a peer has lent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
@@ -37,6 +40,8 @@ pub enum Standing {
     Unasked,
     /// It knows it.
     Mounted,
+    /// It has it under a name that nobody tells: of an official peer that is found by asking it.
+    Nameless,
     /// It does not.
     Gone,
     /// It can't say.
@@ -48,6 +53,10 @@ pub enum Standing {
 pub struct Peer {
     endpoint: String,
     standing: Mutex<Standing>,
+    /// When it was last looked at.
+    looked: Mutex<Option<Instant>>,
+    /// An address of its memory that bytes went to or came from; 0 for none.
+    address: AtomicU64,
     info: Mutex<Option<Arc<PeerInfo>>>,
     idle: Mutex<Vec<(TcpStream, Instant)>>,
     trouble: Mutex<Option<Trouble>>,
@@ -60,6 +69,8 @@ impl Peer {
         Peer {
             endpoint: endpoint.to_owned(),
             standing: Mutex::new(Standing::Unasked),
+            looked: Mutex::default(),
+            address: AtomicU64::new(0),
             info: Mutex::default(),
             idle: Mutex::default(),
             trouble: Mutex::default(),
@@ -72,9 +83,24 @@ impl Peer {
         &self.endpoint
     }
 
+    /// It is being looked at.
+    pub fn look(&self) {
+        *self.looked.lock() = Some(Instant::now());
+    }
+
     /// Takes note of what the master says of its memory; gives what it said before.
     pub fn stands(&self, now: Standing) -> Standing {
         std::mem::replace(&mut *self.standing.lock(), now)
+    }
+
+    /// Bytes went to an address of its memory, or came from there: it has it.
+    pub(super) fn saw(&self, address: u64) {
+        self.address.store(address, Ordering::Relaxed);
+    }
+
+    /// An address of memory that it had when bytes were last moved; 0 for none.
+    pub fn address(&self) -> u64 {
+        self.address.load(Ordering::Relaxed)
     }
 
     /// Why the peer is left alone now; none when it is not.
@@ -156,6 +182,8 @@ impl Peer {
 pub struct Peers {
     metadata: Metadata,
     known: Mutex<HashMap<String, Arc<Peer>>>,
+    /// When a peer was last found to have ended whose pages the master may still name.
+    ended: Mutex<Option<Instant>>,
     /// Connections that one call uses to one peer.
     pub(super) lanes: usize,
     /// Moves the bytes to peers that it reaches.
@@ -165,7 +193,7 @@ pub struct Peers {
 impl Peers {
     /// None yet.
     pub fn new(metadata: Metadata, lanes: usize) -> Peers {
-        Peers { metadata, known: Mutex::default(), lanes: lanes.max(1), rdma: None }
+        Peers { metadata, known: Mutex::default(), ended: Mutex::default(), lanes: lanes.max(1), rdma: None }
     }
 
     /// The same, with RDMA.
@@ -209,15 +237,29 @@ impl Peers {
         }
     }
 
-    /// Peers whose memory the master is to be asked about: those that it was not asked about yet, or all.
+    /// Peers whose memory is to be looked at: those that were not looked at yet, or all, those that wait longest first.
     pub fn to_look_at(&self, all: bool) -> Vec<Arc<Peer>> {
-        let known = self.known.lock();
         let is_due = |peer: &&Arc<Peer>| match *peer.standing.lock() {
             Standing::Unasked => true,
-            Standing::Mounted | Standing::Gone => all,
+            Standing::Mounted | Standing::Nameless | Standing::Gone => all,
             Standing::Unknown => false,
         };
-        known.values().filter(is_due).cloned().collect()
+        let mut due: Vec<Arc<Peer>> = self.known.lock().values().filter(is_due).cloned().collect();
+        due.sort_by_cached_key(|peer| *peer.looked.lock());
+        due
+    }
+
+    /// A peer has ended, and the master may still name its memory.
+    pub fn has_ended(&self, peer: &Peer) {
+        *self.ended.lock() = Some(Instant::now());
+        // Whoever comes to its place is another one.
+        peer.saw(0);
+        peer.forget();
+    }
+
+    /// Whether the master may still name memory of a peer that has ended.
+    pub fn one_ended_lately(&self) -> bool {
+        self.ended.lock().is_some_and(|at| at.elapsed() < ENDED_FOR)
     }
 
     /// Drops peers that have failed for long, or whose memory the master does not know, and that nobody uses: names of processes that are gone do
@@ -227,7 +269,7 @@ impl Peers {
             let failing = || peer.trouble.lock().as_ref().is_some_and(|trouble| trouble.pause >= PAUSE_LAST);
             let dead = match *peer.standing.lock() {
                 // That it goes is to be noticed.
-                Standing::Mounted => false,
+                Standing::Mounted | Standing::Nameless => false,
                 Standing::Gone => true,
                 Standing::Unasked | Standing::Unknown => failing(),
             };

@@ -62,12 +62,16 @@ pub enum Outcome {
 /// # Safety
 /// Until this returns, the pieces of the jobs may be read (for a write) or are this call's alone to write (for a read).
 pub unsafe fn transfer(peers: &Peers, operation: Operation, jobs: &[Job<'_>], limit: &Limit<'_>) -> Vec<Outcome> {
-    match &peers.rdma {
+    let outcomes = match &peers.rdma {
         // SAFETY: the caller's promise.
         Some(rdma) => unsafe { rdma.transfer(peers, operation, jobs, limit) },
         // SAFETY: as above.
         None => unsafe { over_tcp(peers, operation, jobs, limit) },
+    };
+    for (job, _) in jobs.iter().zip(&outcomes).filter(|(_, outcome)| **outcome == Outcome::Moved) {
+        job.peer.saw(job.address);
     }
+    outcomes
 }
 
 /// Moves the jobs over TCP.

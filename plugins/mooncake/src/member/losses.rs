@@ -5,16 +5,15 @@
 
 use std::time::{Duration, Instant};
 
-use kvdock_plugin_api::{LogLevel, MetricKind};
+use kvdock_plugin_api::LogLevel;
 
 use super::Member;
-use crate::data::Standing;
+use crate::data::{Peer, Standing};
 use crate::limit::Limit;
+use crate::metadata::{Metadata, Owner};
 use crate::rpc::RpcError;
 use crate::wire::{ErrorCode, rpc};
 
-/// What the host calls it, as the boundary has it.
-const CONTENTS_LOST: &str = "kvdock_contents_lost";
 /// How long after a loss the host is told: members beat each second, so by then the others have mounted their memory again as well, and there
 /// is room for what the host stores then.
 const SETTLE: Duration = Duration::from_secs(3);
@@ -45,18 +44,19 @@ impl Member {
             "member",
             "pages that were stored before may be gone; the host is told to store what it has",
         );
-        self.host.metric(MetricKind::CounterAdd, CONTENTS_LOST, "", 1.0);
+        self.host.contents_lost();
     }
 
     /// Asks the master whether it still knows the memory of peers: what lay in memory that it knows no more is gone. Peers that it was not asked
     /// about yet, or all. The master knows memory by its name, which is the endpoint of the peer, but of official peers that find one another by
-    /// asking: of these it does not say that they have left.
+    /// asking: these are asked themselves.
     pub(super) fn look_at_peers(&self, all: bool) {
         let began = Instant::now();
         for peer in self.peers.to_look_at(all) {
             if began.elapsed() > LOOK {
                 return;
             }
+            peer.look();
             let asked = self.heart.call::<rpc::QuerySegmentStatus>(&peer.endpoint(), &Limit::within(TIME));
             match asked {
                 Ok(Ok(_)) => {
@@ -66,13 +66,17 @@ impl Member {
                     }
                 }
                 Ok(Err(ErrorCode::SEGMENT_NOT_FOUND)) => {
-                    if peer.stands(Standing::Gone) == Standing::Mounted {
+                    let before = peer.stands(Standing::Gone);
+                    if before == Standing::Mounted {
                         let (endpoint, master) = (peer.endpoint(), self.master.address());
                         let text = format!(
                             "peer {endpoint} has left the store of master {master}; the pages in its memory are gone"
                         );
                         self.host.log(LogLevel::Warn, "member", &text);
                         self.lost(false);
+                    } else if matches!(self.peers.metadata(), Metadata::Peer) {
+                        peer.stands(before);
+                        self.look_at_nameless(&peer, &Limit::within(LOOK));
                     }
                 }
                 Ok(Err(_)) | Err(RpcError::Incompatible(_) | RpcError::Failed(_)) => {
@@ -80,6 +84,29 @@ impl Member {
                 }
                 Err(_) => return,
             }
+        }
+    }
+    /// Asks a peer itself whether it has the memory that bytes went to. That nobody is there any more, or somebody else, proves that it is gone; that
+    /// it does not answer proves nothing. The master may go on naming its pages for a while: `one_ended_lately` is for those who store meanwhile.
+    fn look_at_nameless(&self, peer: &Peer, limit: &Limit<'_>) {
+        let (endpoint, address) = (peer.endpoint(), peer.address());
+        if address == 0 {
+            // Nothing of this process lies there, as far as it knows.
+            peer.stands(Standing::Gone);
+            return;
+        }
+        let owner = self.peers.metadata().look_for(endpoint, limit);
+        if owner.has_lost(address) {
+            peer.stands(Standing::Gone);
+            self.peers.has_ended(peer);
+            let text = format!("peer {endpoint} has ended; the pages in its memory are gone");
+            self.host.log(LogLevel::Warn, "member", &text);
+            self.lost(false);
+            return;
+        }
+        if let (Owner::Unknown, Standing::Nameless) = (&owner, peer.stands(Standing::Nameless)) {
+            let text = format!("peer {endpoint} does not say whether it has its memory still");
+            self.host.log(LogLevel::Debug, "member", &text);
         }
     }
 }

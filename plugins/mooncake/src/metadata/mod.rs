@@ -3,9 +3,11 @@
 mod descriptor;
 pub mod handshake;
 mod http;
+mod owner;
 
 pub use descriptor::{Descriptor, Range};
 pub use http::MetadataServer;
+pub use owner::Owner;
 
 use std::sync::Arc;
 

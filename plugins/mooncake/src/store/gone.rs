@@ -11,35 +11,23 @@ use super::items::Item;
 use super::{MOST_NAMES, Store};
 use crate::limit::Limit;
 use crate::member::RPC_TIME;
-use crate::metadata::{Descriptor, handshake};
-use crate::net;
+use crate::metadata::Owner;
 use crate::wire::rpc;
 use crate::wire::types::{Place, Replica, ReplicaStatus};
 
 /// How long the look for proofs may take.
 const TIME: Duration = Duration::from_secs(2);
-/// How long one owner may take to answer.
-const OWNER: Duration = Duration::from_secs(1);
-
-/// What is known of an owner.
-enum Owner {
-    /// Nobody listens any more where it did.
-    Ended,
-    /// Whoever listens there has this.
-    Has(Box<Descriptor>),
-    /// It does not answer, or nobody knows where it is.
-    Unknown,
-}
-
 /// Owners that were looked for.
 type Owners = HashMap<String, Owner>;
 
 impl Store {
-    /// Pages that could not be read a moment ago stand in the way of what is stored now. Those that nobody has any more are removed; the others
-    /// count as stored, as the master says.
+    /// Pages that could not be read a moment ago, or lie in the memory of a peer that has ended, stand in the way of what is stored now. Those that
+    /// nobody has any more are removed; the others count as stored, as the master says.
     pub(super) fn remove_lost(&self, open: &[&Item<'_>], limit: &Limit<'_>) {
+        // Where a peer has ended a while ago, any page may be one of its.
+        let any = self.member.peers.one_ended_lately();
         let unread: Vec<&str> =
-            open.iter().map(|item| item.name.as_str()).filter(|name| self.failed_lately(name)).collect();
+            open.iter().map(|item| item.name.as_str()).filter(|name| any || self.failed_lately(name)).collect();
         let master = &self.member.master;
         let tenant = self.member.tenant.as_str();
         let limit = limit.at_most(RPC_TIME);
@@ -70,31 +58,13 @@ impl Store {
                 if self.member.own_endpoint() == Some(endpoint) {
                     return false;
                 }
-                let owner = owners.entry(endpoint.to_owned()).or_insert_with(|| self.look_for(endpoint, limit));
-                match owner {
-                    Owner::Ended => true,
-                    Owner::Has(descriptor) => !descriptor.holds(memory.buffer.address, 1),
-                    Owner::Unknown => false,
-                }
+                let metadata = self.member.peers.metadata();
+                let owner = owners.entry(endpoint.to_owned()).or_insert_with(|| metadata.look_for(endpoint, limit));
+                owner.has_lost(memory.buffer.address)
             }
             // Somebody is writing it, or it lies where others may see it.
             _ => false,
         };
         !replicas.is_empty() && replicas.iter().all(gone)
-    }
-
-    fn look_for(&self, endpoint: &str, limit: &Limit<'_>) -> Owner {
-        let Ok((host, port)) = self.member.peers.metadata().handshake_place(endpoint, limit) else {
-            return Owner::Unknown;
-        };
-        let Ok(left) = limit.left() else { return Owner::Unknown };
-        if net::is_refused(&host, port, left.min(OWNER)) {
-            return Owner::Ended;
-        }
-        match handshake::ask(&host, port, &limit.at_most(OWNER)) {
-            // Another process may have come to the place; what it has is its own.
-            Ok(descriptor) => Owner::Has(Box::new(descriptor)),
-            Err(_) => Owner::Unknown,
-        }
     }
 }
