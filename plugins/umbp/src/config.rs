@@ -11,6 +11,7 @@ mod values;
 
 use std::time::Duration;
 
+use kvdock_plugin_api::values::{SIZE, flag, size};
 use kvdock_plugin_api::{Error, ErrorKind, Identity, Open, Result};
 use serde_json::{Map, Value};
 
@@ -19,7 +20,7 @@ use crate::segment::MOST_SEGMENT;
 pub use distributed::{DataPlane, Distributed};
 pub use schema::SCHEMA;
 pub use types::{Copies, Dram, IoBackend, Pipeline, Policy, Role, Scheme, Ssd, Standalone};
-use values::{SIZE, default_dir, expand, flag, numbers, size, texts};
+use values::{default_dir, expand, numbers, texts};
 
 /// Configuration for the conformance suite: memory and disk of this process.
 pub const CHECK_CONFIG: &str = r#"{"ssd_storage_dir":"{scratch}","dram_capacity_bytes":"256MiB","dram_page_size":4096,"ssd_capacity_bytes":"1GiB","ssd_segment_size_bytes":"64MiB"}"#;
@@ -343,7 +344,8 @@ impl Config {
         if !server.address.is_empty() {
             config.standalone = Some(server);
         }
-        if ssd_enabled && config.standalone.is_none() && config.distributed.is_none() {
+        let wanted = config.distributed.as_ref().map_or(ssd_enabled, |cluster| cluster.disk);
+        if wanted && config.standalone.is_none() {
             if ssd.dirs.is_empty() {
                 ssd.dirs.push(default_dir(variable).ok_or_else(|| {
                     fail(instance, "ssd_storage_dir", "it is needed, for there is neither XDG_CACHE_HOME nor HOME")

@@ -11,6 +11,7 @@ mod get;
 pub mod limit;
 mod master;
 mod metrics;
+mod neighbours;
 mod node;
 mod objects;
 mod peers;

@@ -1,5 +1,6 @@
 //! Local mode: memory and disk of this process.
 
+pub mod below;
 mod bytes;
 mod copy;
 pub mod disk;
@@ -232,6 +233,15 @@ impl Tiers {
         let Some(disk) = self.disk.as_ref().filter(|_| self.config.role != Role::Follower) else { return Ok(()) };
         self.give_up_lost();
         self.write_out_all(call)?;
+        self.sync_to(disk)
+    }
+
+    /// Everything that is in segments is on the disk.
+    fn sync(&self) -> Result<()> {
+        self.disk.as_ref().map_or(Ok(()), |disk| self.sync_to(disk))
+    }
+
+    fn sync_to(&self, disk: &Disk) -> Result<()> {
         disk.logs.iter().try_for_each(crate::segment::Log::sync).map_err(|error| {
             let what = format!("segments can't be written to the disk: {error}");
             self.failed(&what);

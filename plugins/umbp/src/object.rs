@@ -46,7 +46,7 @@ impl Put {
 }
 
 /// An object that is to be read.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Read {
     /// Its name.
     pub name: Vec<u8>,

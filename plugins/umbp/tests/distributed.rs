@@ -8,6 +8,7 @@ mod distributed {
     mod master;
     mod other;
     mod rdma;
+    mod segments;
     mod shares;
     mod theirs;
 }

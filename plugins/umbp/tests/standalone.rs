@@ -5,7 +5,6 @@ mod common;
 
 use std::time::Duration;
 
-use common::services::{Official, Server};
 use common::*;
 use kvdock_plugin_api::conformance::Suite;
 use kvdock_plugin_api::mock::{MockPool, Options, Part, PoolSpec, identity};
@@ -17,6 +16,7 @@ use kvdock_plugin_umbp::wire::standalone::{
     RegisterMemoryRequest,
 };
 use kvdock_plugin_umbp::{KVDOCK_NOTE_SOURCE, kvdock_plugin_entry};
+use kvdock_tests::umbp::{Official, Server};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -76,7 +76,9 @@ fn a_server_that_is_started_again_is_given_the_memory_again() {
     assert!(bench.set(&[1]).result.is_err());
     assert_eq!(bench.store.health().unwrap().state, HealthState::Failed);
     server.start_again();
+    assert_eq!(bench.host.metric("kvdock_contents_lost"), None);
     wait_for("the server is used again", || bench.set(&[1]).all_ok());
+    assert_eq!(bench.host.metric("kvdock_contents_lost"), Some(1.0), "the host would believe in them for ever");
     assert_eq!(bench.count(&numbers(0..8)), 1);
     bench.store(&numbers(0..8));
     assert_eq!(bench.count(&numbers(0..8)), 8);

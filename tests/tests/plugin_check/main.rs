@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod could_not;
+mod stores;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

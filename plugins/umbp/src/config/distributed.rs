@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use kvdock_plugin_api::values::{SIZE, flag, size};
 use kvdock_plugin_api::{Identity, Result};
 use serde_json::{Map, Value};
 
-use super::values::{SIZE, flag, size, texts};
+use super::values::texts;
 use super::{Config, Policy, Role, Standalone, fail};
 use crate::distributed::pool::Bounds;
 
@@ -41,6 +42,8 @@ pub struct Distributed {
     pub data_plane: DataPlane,
     /// RDMA devices; none for all.
     pub devices: Vec<String>,
+    /// Segments hold what memory has no room for.
+    pub disk: bool,
     /// What was read from other nodes is kept here too.
     pub cache_fetches: bool,
     /// Unless it has more bytes; 0 for no limit.
@@ -96,8 +99,8 @@ pub struct Reader {
     found: Distributed,
     peer_ports: Ports,
     data_ports: Ports,
-    /// A key that is about disks, and whether disks are switched on or off.
-    disk: Option<String>,
+    /// There is a key about segments, and they are switched on or off.
+    disk: bool,
     disk_switch: Option<bool>,
 }
 
@@ -113,6 +116,7 @@ impl Default for Reader {
             data_port: 0,
             data_plane: DataPlane::Auto,
             devices: Vec::new(),
+            disk: false,
             cache_fetches: true,
             admission: 16 << 20,
             high: 0.9,
@@ -123,7 +127,7 @@ impl Default for Reader {
             metrics: Duration::from_secs(1),
             shutdown: Duration::from_secs(3),
         };
-        Reader { found, peer_ports: Ports::From(0), data_ports: Ports::From(0), disk: None, disk_switch: None }
+        Reader { found, peer_ports: Ports::From(0), data_ports: Ports::From(0), disk: false, disk_switch: None }
     }
 }
 
@@ -192,7 +196,7 @@ impl Reader {
                 if key == "ssd_enabled" {
                     self.disk_switch = flag(value);
                 } else if key.starts_with("ssd_") {
-                    self.disk.get_or_insert(key.to_owned());
+                    self.disk = true;
                 }
                 return Ok(false);
             }
@@ -228,16 +232,8 @@ impl Reader {
         if config.policy != Policy::Lru {
             return Err(fail(instance, "eviction_policy", "a node of a master has \"lru\""));
         }
-        let disk = match (self.disk_switch, &self.disk) {
-            (Some(true), _) => Some("ssd_enabled"),
-            (None, Some(key)) => Some(key.as_str()),
-            _ => None,
-        };
-        if let Some(key) = disk {
-            let what = "a node of a master keeps pages in memory alone in this version; set ssd_enabled = false";
-            return Err(fail(instance, key, what));
-        }
         let found = &mut self.found;
+        found.disk = self.disk_switch.unwrap_or(self.disk);
         found.node_id.clone_from(&server.node_id);
         found.node_address.clone_from(&server.node_address);
         found.tags.clone_from(&server.tags);
@@ -266,6 +262,12 @@ pub fn keep_apart(given: &Map<String, Value>, environment: &mut Map<String, Valu
     }
     if names(given, "master_address") || (!given.contains_key("master_address") && names(environment, "master_address"))
     {
-        environment.retain(|key, _| !key.starts_with("ssd_") && key != "role" && key != "eviction_policy");
+        environment.retain(|key, _| key != "role" && key != "eviction_policy");
+        // A node has segments where somebody asks for them: what the environment says of those of others is not that.
+        let asks = environment.get("ssd_enabled").and_then(flag) == Some(true);
+        let about = |key: &String| key.starts_with("ssd_") && !key.starts_with("ssd_staging_");
+        if !asks && !given.keys().any(about) {
+            environment.retain(|key, _| !key.starts_with("ssd_"));
+        }
     }
 }

@@ -55,7 +55,7 @@ pub const SCHEMA: &str = r#"{
     "dram_prefault": {"type": "boolean",
       "description": "Touch all of the memory at the start. UMBP_DRAM_PREFAULT. Default: false."},
     "ssd_enabled": {"type": "boolean",
-      "description": "Keep pages in segment files too. UMBP_SSD_ENABLED. Default: true."},
+      "description": "Keep pages in segment files too. UMBP_SSD_ENABLED. Default: true; with a master, whether there is any other key about segments."},
     "ssd_storage_dir": {"type": "string", "minLength": 1,
       "description": "Directory of the segment files, or several with commas between them, one a drive. One process writes a directory at a time. UMBP_SSD_DIR. Default: kvdock/umbp in $XDG_CACHE_HOME or ~/.cache."},
     "ssd_capacity_bytes": {"anyOf": [{"type": "integer", "minimum": 65536}, {"type": "string", "pattern": "^[0-9]+ *([kKMGT]i?)?B?$"}],

@@ -117,8 +117,7 @@ fn bad_values_are_errors_that_name_the_key() {
         (r#"{"master_address":"http://10.0.0.1:5"}"#, "master_address"),
         (r#"{"master_address":"10.0.0.1:5","standalone_address":"unix:///tmp/x"}"#, "master_address"),
         (r#"{"master_address":"10.0.0.1:5","role":"leader"}"#, "role"),
-        (r#"{"master_address":"10.0.0.1:5","ssd_enabled":true}"#, "ssd_enabled"),
-        (r#"{"master_address":"10.0.0.1:5","ssd_capacity_bytes":"1GiB"}"#, "ssd_capacity_bytes"),
+        (r#"{"master_address":"10.0.0.1:5","ssd_capacity_bytes":"much"}"#, "ssd_capacity_bytes"),
         (r#"{"master_address":"10.0.0.1:5","eviction_policy":"prefix_aware_lru"}"#, "eviction_policy"),
         (r#"{"master_address":"10.0.0.1:5","auto_heartbeat":false}"#, "auto_heartbeat"),
         (r#"{"master_address":"10.0.0.1:5","peer_service_port":70000}"#, "peer_service_port"),
@@ -201,8 +200,21 @@ fn a_master_makes_a_node_and_the_environment_does_not_mix_the_modes() {
         let config = parse_in(json, &environment).unwrap();
         assert!(config.standalone.is_some() && config.distributed.is_none());
     }
-    let config = parse_in("{}", &[("UMBP_MASTER_ADDRESS", "m:5"), ("UMBP_SSD_ENABLED", "1")]).unwrap();
+    // It has segments where somebody asks for them; those of others are not taken for its own.
+    let dir = ("UMBP_SSD_DIR", "/a");
+    let config = parse_in("{}", &[("UMBP_MASTER_ADDRESS", "m:5"), dir]).unwrap();
     assert!(config.distributed.is_some() && config.ssd.is_none());
+    let config = parse_in("{}", &[("UMBP_MASTER_ADDRESS", "m:5"), dir, ("UMBP_SSD_ENABLED", "1")]).unwrap();
+    assert_eq!(config.ssd.unwrap().dirs, [PathBuf::from("/a")]);
+    for (json, has) in [
+        (r#"{"master_address":"m:5"}"#, false),
+        (r#"{"master_address":"m:5","ssd_staging_buffer_slots":4}"#, false),
+        (r#"{"master_address":"m:5","ssd_enabled":true}"#, true),
+        (r#"{"master_address":"m:5","ssd_capacity_bytes":"1GiB"}"#, true),
+        (r#"{"master_address":"m:5","ssd_capacity_bytes":"1GiB","ssd_enabled":false}"#, false),
+    ] {
+        assert_eq!(parse_in(json, &[dir]).unwrap().ssd.is_some(), has, "{json}");
+    }
     // An empty address is none.
     let config = parse_in(r#"{"master_address":""}"#, &[("UMBP_MASTER_ADDRESS", "m:5")]).unwrap();
     assert!(config.distributed.is_none() && config.ssd.is_some());

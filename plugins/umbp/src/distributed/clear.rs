@@ -22,7 +22,7 @@ impl Cluster {
         call.check()?;
         let (node, limit) = (&self.node, Limit::of(call, DATA));
         let names: Vec<&str> = names.iter().map(|name| text(name)).collect();
-        let mut removed: Vec<bool> = names.iter().map(|name| node.pool.remove(name)).collect();
+        let mut removed = node.pool.remove(&names);
         let here = removed.contains(&true);
         // The index has one place at a time, and hears of each that goes.
         for _ in 0..COPIES {

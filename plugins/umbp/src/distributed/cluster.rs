@@ -21,6 +21,7 @@ use super::pool::Pool;
 use super::rdma::Rdma;
 use super::serve::Service;
 use crate::config::{Config, DataPlane, Distributed, fail};
+use crate::local::below::Below;
 
 /// How long the master may take to take this node in.
 const JOIN: Duration = Duration::from_secs(10);
@@ -32,6 +33,8 @@ const END: Duration = Duration::from_secs(5);
 struct Running {
     runtime: Runtime,
     member: JoinHandle<()>,
+    /// Writes out what memory has no room for, where there are segments.
+    writer: Option<JoinHandle<()>>,
     /// Ends the service when it is dropped.
     service: tokio::sync::oneshot::Sender<()>,
 }
@@ -137,8 +140,12 @@ impl Cluster {
         let address = join(&cluster.node_address, port(&service));
         let data_address = join(&data_host, port(&data));
 
-        let pool =
-            Arc::new(Pool::new(&config.dram, cluster.lease, &mut |what| host.log(LogLevel::Warn, "umbp", &what))?);
+        let below = config.ssd.as_ref().map(|_| Below::open(config, host)).transpose().map_err(|error| {
+            let message = format!("storage.{instance}.{}", error.message);
+            Error { message, ..error }
+        })?;
+        let pool = Pool::new(&config.dram, cluster.lease, &mut |what| host.log(LogLevel::Warn, "umbp", &what))?;
+        let pool = Arc::new(pool.above(below, config.promote));
         let rdma = open_rdma(&cluster, &pool, &format!("{address}#{incarnation:x}"), instance, &host)?;
         let figures = Arc::<Figures>::default();
         let master = Master::new(&handle, &cluster.master, &id, figures.clone())
@@ -194,15 +201,28 @@ impl Cluster {
             .map_err(|error| busy("master_address", format!("no thread for heartbeats: {error}")))?;
         let text = format!("node {} at {}, bytes at {}", node.id, node.address, node.data_address);
         node.host.log(LogLevel::Info, "umbp", &text);
-        Ok(Cluster { node, handle, running: Mutex::new(Some(Running { runtime, member, service })) })
+        let mut running = Running { runtime, member, writer: None, service };
+        if node.pool.has_below() {
+            let pool = node.pool.clone();
+            let thread = std::thread::Builder::new().name("kvdock-umbp-disk".to_owned());
+            match thread.spawn(move || pool.write_out_until_stopped()) {
+                Ok(thread) => running.writer = Some(thread),
+                // What has to go is written out by those who need the room.
+                Err(error) => host.log(LogLevel::Warn, "umbp", &format!("no thread that writes segments: {error}")),
+            }
+        }
+        Ok(Cluster { node, handle, running: Mutex::new(Some(running)) })
     }
 
     /// Leaves the master, and ends what runs.
     pub(super) fn leave(&self) {
-        let Some(Running { runtime, member, service }) = self.running.lock().take() else { return };
+        let Some(Running { runtime, member, writer, service }) = self.running.lock().take() else { return };
         self.node.stop();
-        // It catches nothing; one that panicked has ended too.
-        let _ = member.join();
+        self.node.pool.stop();
+        // They catch nothing; one that panicked has ended too.
+        for thread in std::iter::once(member).chain(writer) {
+            let _ = thread.join();
+        }
         drop(service);
         if let Some(rdma) = &self.node.rdma {
             rdma.transport().close();

@@ -13,7 +13,7 @@ use super::objects::text;
 use super::peers::{ASK, Peer};
 use super::rdma::{LEASE, Move, Rdma, moves};
 use crate::object::{Got, Read};
-use crate::wire::peer::{BatchResolveKeysRequest, BatchResolveKeysResponse, DoneResponse, ReleaseRequest};
+use crate::wire::peer::{BatchResolveKeysRequest, BatchResolveKeysResponse, DoneResponse, ReleaseRequest, resolved};
 
 /// Time for a word at the end of a call whose own time may be over.
 const PARTING: Duration = Duration::from_secs(1);
@@ -164,7 +164,9 @@ impl Cluster {
                 pages = later;
                 let (Some(read), Some(entry)) = (reads.get(*at), fetched.get_mut(*at)) else { continue };
                 let len = answer.size.get(number).copied().unwrap_or(0);
-                if answer.found.get(number) != Some(&true) {
+                if answer.resolve_status.get(number) == Some(&resolved::BUSY) {
+                    // It is not in memory there: TCP brings it.
+                } else if answer.found.get(number) != Some(&true) {
                     *entry = Some(Fetched::Got(Got::Missing));
                 } else if len != read.len {
                     *entry = Some(Fetched::Got(Got::Corrupt(format!("it has {len} bytes, not {}", read.len))));

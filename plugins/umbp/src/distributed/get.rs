@@ -24,9 +24,13 @@ impl Cluster {
     pub(super) unsafe fn get_all(&self, reads: &[Read], call: &Call<'_>) -> Result<Vec<Got>> {
         call.check()?;
         let (node, limit) = (&self.node, Limit::of(call, DATA));
+        let epoch = node.pool.removals();
         // SAFETY: passed on to the caller.
-        let mut got = unsafe { self.get_here(reads) };
-        let mut open: Vec<usize> = (0..reads.len()).filter(|at| got.get(*at) == Some(&Got::Missing)).collect();
+        let mut got = unsafe { self.get_here(&reads.iter().collect::<Vec<_>>()) };
+        // SAFETY: as above.
+        let damaged = unsafe { self.get_below(reads, &mut got, epoch, call)? };
+        let is_open = |at: &usize| got.get(*at) == Some(&Got::Missing) || damaged.contains(at);
+        let mut open: Vec<usize> = (0..reads.len()).filter(is_open).collect();
         let mut silent: HashSet<String> = HashSet::new();
         for _ in 0..PLACES {
             if open.is_empty() {
@@ -56,7 +60,7 @@ impl Cluster {
                 }
             }
             // SAFETY: passed on to the caller.
-            open = unsafe { self.get_there(reads, by_node, &limit, &mut got, &mut silent) };
+            open = unsafe { self.get_there(reads, by_node, &limit, epoch, &mut got, &mut silent) };
         }
         if limit.left().is_err() && !got.contains(&Got::Yes) {
             call.check()?;
@@ -64,7 +68,7 @@ impl Cluster {
         Ok(got)
     }
 
-    unsafe fn get_here(&self, reads: &[Read]) -> Vec<Got> {
+    unsafe fn get_here(&self, reads: &[&Read]) -> Vec<Got> {
         let pool = &self.node.pool;
         let pinned: Vec<_> = reads.iter().map(|read| pool.pin(text(&read.name), Some(read.len))).collect();
         let here = reads.iter().zip(&pinned).filter(|(_, pinned)| pinned.is_ok());
@@ -82,12 +86,59 @@ impl Cluster {
         pinned.into_iter().map(|pinned| pinned.map_or_else(|why| why, |_| Got::Yes)).collect()
     }
 
+    /// Reads what memory has not from segments. Gives those that can't be read there, which another node may have.
+    unsafe fn get_below(&self, reads: &[Read], got: &mut [Got], epoch: u64, call: &Call<'_>) -> Result<Vec<usize>> {
+        let pool = &self.node.pool;
+        let Some(below) = pool.below() else { return Ok(Vec::new()) };
+        let mut open: Vec<usize> = (0..reads.len()).filter(|at| got.get(*at) == Some(&Got::Missing)).collect();
+        if open.is_empty() {
+            return Ok(Vec::new());
+        }
+        // Parts of objects are read many times, as layer after layer; whole ones go to the caller at once.
+        let parts: Vec<&str> = open
+            .iter()
+            .filter_map(|at| reads.get(*at))
+            .filter(|read| !read.is_whole())
+            .map(|read| text(&read.name))
+            .collect();
+        if !parts.is_empty() {
+            pool.bring(&parts);
+            let part: Vec<&Read> = open.iter().filter_map(|at| reads.get(*at)).collect();
+            // SAFETY: passed on to the caller.
+            for (at, now) in open.iter().zip(unsafe { self.get_here(&part) }) {
+                put_in(got, *at, now);
+            }
+            open.retain(|at| got.get(*at) == Some(&Got::Missing));
+        }
+        let part: Vec<Read> = open.iter().filter_map(|at| reads.get(*at)).cloned().collect();
+        // SAFETY: passed on to the caller.
+        let read = unsafe { below.read(&part, call) }?;
+        let mut damaged = Vec::new();
+        for (at, now) in open.into_iter().zip(read) {
+            match &now {
+                Got::Yes => {
+                    if let Some(read) = reads.get(at) {
+                        self.node.figures.got_here.add(bytes(read));
+                        if pool.promotes() {
+                            self.keep(read, epoch);
+                        }
+                    }
+                }
+                Got::Missing => {}
+                Got::Corrupt(_) | Got::Failed(_) => damaged.push(at),
+            }
+            put_in(got, at, now);
+        }
+        Ok(damaged)
+    }
+
     /// Gives those that are to be looked for elsewhere.
     unsafe fn get_there(
         &self,
         reads: &[Read],
         by_node: BTreeMap<(String, String), Vec<usize>>,
         limit: &Limit<'_>,
+        epoch: u64,
         got: &mut [Got],
         silent: &mut HashSet<String>,
     ) -> Vec<usize> {
@@ -106,7 +157,7 @@ impl Cluster {
                     Some(Fetched::Got(Got::Yes)) => {
                         if let Some(read) = reads.get(*number) {
                             self.node.figures.got_there.add(bytes(read));
-                            self.keep(read);
+                            self.keep_foreign(read, epoch);
                         }
                         (Got::Yes, false)
                     }
@@ -126,18 +177,25 @@ impl Cluster {
         again
     }
 
-    /// A copy here of what came from elsewhere, where there is room to spare.
-    fn keep(&self, read: &Read) {
+    /// A copy here of what came from another node.
+    fn keep_foreign(&self, read: &Read, epoch: u64) {
         let config = &self.node.config;
-        if !config.cache_fetches || !read.is_whole() || (config.admission > 0 && read.len > config.admission) {
+        if config.cache_fetches && (config.admission == 0 || read.len <= config.admission) {
+            self.keep(read, epoch);
+        }
+    }
+
+    /// A copy in memory of what came from elsewhere, where there is room to spare, and unless something was removed meanwhile.
+    fn keep(&self, read: &Read, epoch: u64) {
+        let pool = &self.node.pool;
+        if !read.is_whole() {
             return;
         }
-        let pool = &self.node.pool;
-        let Some(extents) = pool.take_spare(read.len, config.high) else { return };
+        let Some(extents) = pool.take_spare(read.len, self.node.config.high) else { return };
         let pieces: Vec<Piece> = read.ranges.iter().map(|range| range.piece).collect();
         // SAFETY: the extents were taken for this copy alone; the pieces have just been filled, and are the call's until it returns.
         unsafe { pool.fill(&extents, read.len, &pieces) };
-        let waiting = pool.show(vec![(text(&read.name).to_owned(), read.len, extents)]);
+        let waiting = pool.show_copy(text(&read.name), read.len, extents, epoch);
         self.node.happened(waiting);
     }
 }

@@ -12,11 +12,13 @@ use tonic::Code;
 use super::limit::Limit;
 use super::master::Master;
 use super::metrics::Figures;
+use super::neighbours::Neighbours;
 use super::peers::{ASK, Peers};
 use super::pool::Pool;
 use super::rdma::Rdma;
 use super::rpc::Failed;
 use crate::config::Distributed;
+use crate::local::below::Below;
 use crate::wire::master::{HeartbeatRequest, RegisterClientRequest, TierCapacity, TierKvCount};
 use crate::wire::peer::{KvdockNode, tier};
 
@@ -71,6 +73,8 @@ pub struct Node {
     pub figures: Arc<Figures>,
     /// For its log.
     pub host: Host,
+    /// Other nodes of kvdock.
+    pub(super) neighbours: Neighbours,
     /// Names of nodes that are none of kvdock, each until when it is not asked for.
     foreign: Mutex<HashMap<String, Instant>>,
     external: Mutex<External>,
@@ -134,6 +138,7 @@ impl Node {
             peers,
             figures,
             host,
+            neighbours: Neighbours::default(),
             foreign: Mutex::default(),
             external: Mutex::default(),
             external_lost: AtomicBool::new(false),
@@ -236,13 +241,27 @@ impl Node {
     fn capacities(&self) -> Vec<TierCapacity> {
         let held = self.pool.held();
         let free = held.total.saturating_sub(held.used);
-        vec![TierCapacity {
+        let memory = TierCapacity {
             tier: tier::DRAM,
             total_capacity_bytes: held.total,
             available_capacity_bytes: free,
             // Objects may lie in pages anywhere.
             max_allocatable_bytes: free,
-        }]
+        };
+        let segments = self.pool.below().map(Below::room).map(|room| TierCapacity {
+            tier: tier::SSD,
+            total_capacity_bytes: room.total,
+            available_capacity_bytes: room.free,
+            // What goes there has been in memory.
+            max_allocatable_bytes: room.free.min(held.total),
+        });
+        std::iter::once(memory).chain(segments).collect()
+    }
+
+    fn counts(&self) -> Vec<TierKvCount> {
+        let memory = TierKvCount { tier: tier::DRAM, count: self.pool.held().objects };
+        let segments = self.pool.below().map(|below| TierKvCount { tier: tier::SSD, count: below.room().objects });
+        std::iter::once(memory).chain(segments).collect()
     }
 
     /// Joins the master, which knows nothing of this node then.
@@ -287,14 +306,13 @@ impl Node {
         let mut tries = 0;
         for _ in 0..ROUNDS {
             let beat = self.pool.beat(self.config.bounds);
-            let held = self.pool.held();
             let request = HeartbeatRequest {
                 node_id: self.id.clone(),
                 bundles: beat.bundles.clone(),
                 is_full_sync: beat.whole,
                 tier_capacities: self.capacities(),
                 delta_seq_baseline: beat.baseline,
-                tier_kv_counts: vec![TierKvCount { tier: tier::DRAM, count: held.objects }],
+                tier_kv_counts: self.counts(),
                 logical_tier_capacities: Vec::new(),
             };
             // An answer may be read long after it came, as by a process that stood still.
@@ -402,11 +420,12 @@ impl Node {
     pub fn run(&self) {
         let now = Instant::now();
         let (mut beat, mut metrics, mut reap) = (now, now + self.config.metrics, now + REAP);
+        let mut look = now;
         loop {
             {
                 let mut bell = self.bell.lock();
                 while !bell.stop && !bell.beat {
-                    let next = beat.min(metrics).min(reap);
+                    let next = beat.min(metrics).min(reap).min(look);
                     if self.rung.wait_until(&mut bell, next).timed_out() {
                         break;
                     }
@@ -421,6 +440,10 @@ impl Node {
             if Instant::now() >= beat {
                 self.beat();
                 beat = Instant::now() + *self.interval.lock();
+            }
+            if Instant::now() >= look {
+                self.look_at_neighbours();
+                look = Instant::now() + *self.interval.lock();
             }
             if Instant::now() >= reap {
                 self.pool.reap();

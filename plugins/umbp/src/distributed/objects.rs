@@ -6,6 +6,7 @@ use kvdock_plugin_api::{Call, ClearScope, Error, ErrorKind, Health, HealthState,
 
 use super::cluster::Cluster;
 use super::limit::Limit;
+use crate::local::below::Below;
 use crate::object::{Got, Held, Objects, Put, Read, Stored};
 
 /// Longest time of a call about pages, whatever its own deadline.
@@ -102,6 +103,7 @@ impl Objects for Cluster {
 
     fn flush(&self, call: &Call<'_>) -> Result<()> {
         self.open_only()?;
+        self.node.pool.write_out_all(call)?;
         let until = Limit::of(call, DATA).until();
         if self.node.tell(until) {
             return Ok(());
@@ -131,12 +133,12 @@ impl Objects for Cluster {
     }
 
     fn held(&self) -> Held {
-        self.node.pool.held()
+        self.node.pool.held_in_all()
     }
 
     fn health(&self) -> Health {
         match self.node.trouble() {
-            None => Health::ok(),
+            None => self.node.pool.below().map_or_else(Health::ok, Below::health),
             Some(reason) => Health { state: HealthState::Degraded, reason },
         }
     }
@@ -153,9 +155,10 @@ impl Objects for Cluster {
         true
     }
 
-    fn close(&self, _call: &Call<'_>) -> Result<()> {
+    fn close(&self, call: &Call<'_>) -> Result<()> {
+        let written = if self.node.is_closed() { Ok(()) } else { self.node.pool.write_out_all(call) };
         self.leave();
-        Ok(())
+        written
     }
 }
 

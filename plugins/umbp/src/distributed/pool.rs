@@ -1,15 +1,18 @@
 //! The memory of a node: objects of its own and of others, places for objects that are on their way here, and what the master is to be told.
 
+mod below;
 mod events;
 mod slots;
 mod state;
 
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::Result;
 use parking_lot::{Condvar, Mutex};
 
 use crate::config::{Copies, Dram};
+use crate::local::below::{Below, Places};
 use crate::local::memory::{Extents, Memory};
 use crate::object::{Got, Held, Piece, Range};
 
@@ -23,11 +26,22 @@ pub struct Pool {
     memory: Memory,
     page: u64,
     copies: Copies,
+    /// Used part of the memory from which it is written out, and down to which. They count where there are segments.
+    high: f64,
+    low: f64,
+    /// What is read from segments comes back to memory.
+    promote: bool,
+    /// What memory has no room for any more. Whoever needs both takes the state first.
+    below: Option<Below>,
     /// How long an object that another node was told the place of stays there.
     lease: Duration,
     state: Mutex<State>,
     /// Rings when the master has acknowledged something.
     acknowledged: Condvar,
+    /// For the thread that writes out: there is something to do, or it is to stop.
+    rung: Mutex<bool>,
+    bell: Condvar,
+    stopping: AtomicBool,
 }
 
 /// An object that stays where it is while this lives.
@@ -98,7 +112,27 @@ impl Pool {
     pub fn new(config: &Dram, lease: Duration, told: &mut dyn FnMut(String)) -> Result<Pool> {
         let memory = Memory::map(config, told)?;
         let state = Mutex::new(State::new(memory.pages()));
-        Ok(Pool { page: config.page, copies: config.copies, lease, state, acknowledged: Condvar::new(), memory })
+        Ok(Pool {
+            page: config.page,
+            copies: config.copies,
+            high: config.high,
+            low: config.low,
+            promote: false,
+            below: None,
+            lease,
+            state,
+            acknowledged: Condvar::new(),
+            rung: Mutex::new(false),
+            bell: Condvar::new(),
+            stopping: AtomicBool::new(false),
+            memory,
+        })
+    }
+
+    /// The same with segments below. With `promote`, what is read from them comes back to memory.
+    #[must_use]
+    pub fn above(self, below: Option<Below>, promote: bool) -> Pool {
+        Pool { below, promote, ..self }
     }
 
     /// Bytes of a page.
@@ -121,21 +155,35 @@ impl Pool {
     /// Which of these are here.
     pub fn has(&self, names: &[&str]) -> Vec<bool> {
         let state = self.state.lock();
-        names.iter().map(|name| state.find(name).is_some()).collect()
+        let found = names.iter().map(|name| state.find(name).is_some()).collect();
+        drop(state);
+        self.or_below(names, found, |below, names| below.find(names).iter().map(Option::is_some).collect())
     }
 
     /// Which of these are here; they are used now.
     pub fn use_now(&self, names: &[&str]) -> Vec<bool> {
         let mut state = self.state.lock();
-        names.iter().map(|name| state.find(name).map(|slot| state.touch(slot)).is_some()).collect()
+        let found = names.iter().map(|name| state.find(name).map(|slot| state.touch(slot)).is_some()).collect();
+        drop(state);
+        self.or_below(names, found, Below::use_now)
+    }
+
+    /// Looks in segments for those that memory has not. An object that leaves memory is in segments before.
+    fn or_below(&self, names: &[&str], mut found: Vec<bool>, look: impl Fn(&Below, &[&str]) -> Vec<bool>) -> Vec<bool> {
+        let Some(below) = self.below.as_ref().filter(|_| found.contains(&false)) else { return found };
+        let open: Vec<&str> = names.iter().zip(&found).filter(|(_, found)| !**found).map(|(name, _)| *name).collect();
+        for (found, there) in found.iter_mut().filter(|found| !**found).zip(look(below, &open)) {
+            *found = there;
+        }
+        found
     }
 
     /// Whether the master may still take an object to be here that is not any more.
     pub fn is_leaving(&self, name: &str) -> bool {
-        self.state.lock().log.is_leaving(name)
+        self.hear().log.is_leaving(name)
     }
 
-    /// Keeps an object where it is, to be read. With `len`, it has to have so many bytes.
+    /// Keeps an object of memory where it is, to be read. With `len`, it has to have so many bytes.
     ///
     /// # Errors
     /// When it is not here, or has another length.
@@ -154,7 +202,10 @@ impl Pool {
     /// Room for an object. What was used longest ago goes where there is none. It has to be shown or given back.
     pub fn take(&self, len: u64) -> Option<Extents> {
         let pages = u32::try_from(self.memory.pages_for(len)).ok()?;
-        self.state.lock().take(pages, Instant::now())
+        match &self.below {
+            None => self.state.lock().take(pages, Instant::now()),
+            Some(below) => self.take_above(below, pages),
+        }
     }
 
     /// As [`Pool::take`], but only where a part of the memory stays free without anything having to go.
@@ -182,6 +233,23 @@ impl Pool {
         let mut state = self.state.lock();
         for (name, len, extents) in objects {
             state.insert(&name, len, extents);
+        }
+        self.settle(&state);
+        state.log.waiting()
+    }
+
+    /// Counts removals.
+    pub fn removals(&self) -> u64 {
+        self.state.lock().removals
+    }
+
+    /// Shows a copy of an object that was found elsewhere, unless something was removed since `epoch`: it may be this. Says how many events wait for the master.
+    pub fn show_copy(&self, name: &str, len: u64, extents: Extents, epoch: u64) -> usize {
+        let mut state = self.state.lock();
+        if state.removals == epoch {
+            state.insert(name, len, extents);
+        } else {
+            state.pages.give(&extents);
         }
         state.log.waiting()
     }
@@ -224,26 +292,44 @@ impl Pool {
         self.state.lock().release(lease, Instant::now());
     }
 
-    /// Frees an object, and says how many bytes; 0 when it is not here, or somebody reads it.
-    pub fn evict(&self, name: &str) -> u64 {
-        let mut state = self.state.lock();
-        let Some(slot) = state.find(name).filter(|slot| state.is_free(*slot, Instant::now())) else { return 0 };
-        let len = state.place(slot).map_or(0, |(len, _)| len);
-        state.detach(slot, Instant::now());
-        len
+    /// Frees memory of objects, and says how many bytes of each; 0 when it is not there, or somebody reads it. They go to segments, where there are some.
+    pub fn evict(&self, names: &[String]) -> Vec<u64> {
+        if let Some(below) = &self.below {
+            return self.evict_above(below, names);
+        }
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        let evict = |name: &String| {
+            let Some(slot) = state.find(name).filter(|slot| state.is_free(*slot, now)) else { return 0 };
+            let len = state.place(slot).map_or(0, |(len, _)| len);
+            state.detach(slot, now);
+            len
+        };
+        names.iter().map(evict).collect()
     }
 
-    /// Nobody finds an object any more; those who read it go on. Says whether it was here.
-    pub fn remove(&self, name: &str) -> bool {
+    /// Nobody finds these objects any more; those who read them go on. Says which were here.
+    pub fn remove(&self, names: &[&str]) -> Vec<bool> {
         let mut state = self.state.lock();
-        let Some(slot) = state.find(name) else { return false };
-        state.detach(slot, Instant::now());
-        true
+        let (found, places) = self.take_out(&mut state, names);
+        drop(state);
+        self.forget(places);
+        found
     }
 
     /// Removes what is named with a prefix, also what is still on its way here.
     pub fn clear(&self, prefix: &str) {
-        self.state.lock().clear(prefix, Instant::now());
+        let mut state = self.state.lock();
+        state.removals += 1;
+        let places = self.below.as_ref().map(|below| below.take_out_all(prefix));
+        state.clear(prefix, Instant::now());
+        drop(state);
+        self.forget(places);
+    }
+
+    fn forget(&self, places: Option<Places>) {
+        if let (Some(below), Some(places)) = (&self.below, places) {
+            below.forget(places);
+        }
     }
 
     /// Forgets what has waited too long.
@@ -251,11 +337,28 @@ impl Pool {
         self.state.lock().reap(Instant::now());
     }
 
-    /// Figures: `used` and `total` in bytes of whole pages.
+    /// Figures of the memory: `used` and `total` in bytes of whole pages.
     pub fn held(&self) -> Held {
         let state = self.state.lock();
         let (objects, used) = (state.len() as u64, u64::from(state.pages.used()) * self.page);
         Held { objects, used, total: u64::from(self.memory.pages()) * self.page }
+    }
+
+    /// Figures of memory and segments. An object that both have counts once.
+    pub fn held_in_all(&self) -> Held {
+        let memory = self.held();
+        let Some(below) = &self.below else { return memory };
+        let both = {
+            let all = self.state.lock().all();
+            let names: Vec<&str> = all.iter().map(|(name, _)| &**name).collect();
+            below.find(&names).iter().flatten().count() as u64
+        };
+        let room = below.room();
+        Held {
+            objects: (memory.objects + room.objects).saturating_sub(both),
+            used: memory.used + room.used,
+            total: memory.total + room.total,
+        }
     }
 }
 

@@ -83,10 +83,15 @@ where
 async fn answer(node: Arc<Node>, request: http::Request<Body>) -> http::Response<Body> {
     match request.uri().path() {
         "/umbp.UMBPPeer/GetPeerInfo" => unary(request, node, false, info).await,
+        // Where there are segments, what makes room is written there before, and what is there is read.
         "/umbp.UMBPPeer/AllocateSlot" => {
-            unary(request, node, false, |node, slot: AllocateSlotRequest| Ok(allocate(node, &slot))).await
+            let waits = node.pool.has_below();
+            unary(request, node, waits, |node, slot: AllocateSlotRequest| Ok(allocate(node, &slot))).await
         }
-        "/umbp.UMBPPeer/BatchAllocateSlots" => unary(request, node, false, allocate_all).await,
+        "/umbp.UMBPPeer/BatchAllocateSlots" => {
+            let waits = node.pool.has_below();
+            unary(request, node, waits, allocate_all).await
+        }
         "/umbp.UMBPPeer/CommitSlot" => {
             unary(request, node, false, |node, slot: CommitSlotRequest| {
                 Ok(SuccessResponse { success: commit(node, &slot) })
@@ -113,8 +118,14 @@ async fn answer(node: Arc<Node>, request: http::Request<Body>) -> http::Response
             })
             .await
         }
-        "/umbp.UMBPPeer/ResolveKey" => unary(request, node, false, resolve).await,
-        "/umbp.UMBPPeer/BatchResolveKeys" => unary(request, node, false, resolve_all).await,
+        "/umbp.UMBPPeer/ResolveKey" => {
+            let waits = node.pool.has_below();
+            unary(request, node, waits, resolve).await
+        }
+        "/umbp.UMBPPeer/BatchResolveKeys" => {
+            let waits = node.pool.has_below();
+            unary(request, node, waits, resolve_all).await
+        }
         "/umbp.UMBPPeer/EvictKey" => unary(request, node, true, evict).await,
         "/kvdock.UmbpNode/Release" => {
             unary(request, node, false, |node, lease: ReleaseRequest| {
@@ -141,7 +152,9 @@ fn locations(pages: &[u32]) -> Vec<PageLocation> {
 
 fn allocate(node: &Node, slot: &AllocateSlotRequest) -> AllocateSlotResponse {
     let empty = |outcome| AllocateSlotResponse { outcome, ..AllocateSlotResponse::default() };
-    if slot.size == 0 || slot.tier != tier::DRAM || slot.key.is_empty() || node.is_closed() {
+    // What is to go to segments goes by way of memory.
+    let has_tier = slot.tier == tier::DRAM || (slot.tier == tier::SSD && node.pool.has_below());
+    if slot.size == 0 || !has_tier || slot.key.is_empty() || node.is_closed() {
         return empty(allocated::FAILED);
     }
     match node.pool.allocate(&slot.key, slot.size) {
@@ -170,6 +183,7 @@ fn commit(node: &Node, slot: &CommitSlotRequest) -> bool {
 }
 
 fn resolve(node: &Node, request: ResolveKeyRequest) -> Result<ResolveKeyResponse, Status> {
+    node.pool.bring(&[&request.key]);
     let found = node.pool.resolve(&request.key);
     Ok(found.map_or_else(ResolveKeyResponse::default, |found| ResolveKeyResponse {
         found: true,
@@ -182,6 +196,8 @@ fn resolve(node: &Node, request: ResolveKeyRequest) -> Result<ResolveKeyResponse
 
 fn resolve_all(node: &Node, request: BatchResolveKeysRequest) -> Result<BatchResolveKeysResponse, Status> {
     let mut answer = BatchResolveKeysResponse { page_size: node.pool.page_size(), ..Default::default() };
+    let names: Vec<&str> = request.keys.iter().map(String::as_str).collect();
+    node.pool.bring(&names);
     let found: Vec<Option<Located>> = match request.lease_ms {
         0 => request.keys.iter().map(|key| node.pool.resolve(key)).collect(),
         time => {
@@ -191,30 +207,38 @@ fn resolve_all(node: &Node, request: BatchResolveKeysRequest) -> Result<BatchRes
             found
         }
     };
-    for located in found {
+    let below = node.pool.below().map_or_else(|| vec![None; names.len()], |below| below.find(&names));
+    for (located, below) in found.into_iter().zip(below) {
         let there = located.is_some();
-        let located = located.unwrap_or(Located { pages: Vec::new(), len: 0 });
+        // Memory has no room for it now. Its bytes can be asked for by its name.
+        let is_busy = !there && below.is_some();
+        let located = located.unwrap_or(Located { pages: Vec::new(), len: below.unwrap_or(0) });
         answer.found.push(there);
-        answer.tier.push(tier::DRAM);
+        answer.tier.push(if is_busy { tier::SSD } else { tier::DRAM });
         answer.size.push(located.len);
         answer.page_count.push(located.pages.len() as u32);
         answer.buffer_index.extend(located.pages.iter().map(|_| 0));
         answer.page_index.extend(located.pages);
         answer.backend_id.push(0);
-        answer.resolve_status.push(if there { resolved::FOUND } else { resolved::MISSING });
+        answer.resolve_status.push(match (there, is_busy) {
+            (true, _) => resolved::FOUND,
+            (false, true) => resolved::BUSY,
+            (false, false) => resolved::MISSING,
+        });
     }
     Ok(answer)
 }
 
 fn evict(node: &Node, request: EvictKeyRequest) -> Result<EvictKeyResponse, Status> {
-    let entry = |key: String| {
-        let bytes_freed = match request.remove {
-            true => u64::from(node.pool.remove(&key)),
-            false => node.pool.evict(&key),
-        };
-        EvictKeyEntry { key, bytes_freed }
+    let freed: Vec<u64> = match request.remove {
+        true => {
+            let names: Vec<&str> = request.keys.iter().map(String::as_str).collect();
+            node.pool.remove(&names).into_iter().map(u64::from).collect()
+        }
+        false => node.pool.evict(&request.keys),
     };
-    let evicted: Vec<EvictKeyEntry> = request.keys.into_iter().map(entry).collect();
+    let entry = |(key, bytes_freed): (String, u64)| EvictKeyEntry { key, bytes_freed };
+    let evicted: Vec<EvictKeyEntry> = request.keys.into_iter().zip(freed).map(entry).collect();
     // Who removes a page wants to store another in its place, for which the master must not take this one.
     if request.remove && evicted.iter().any(|entry| entry.bytes_freed > 0) {
         node.tell(Instant::now() + TELL);

@@ -15,7 +15,7 @@ use crate::segment::Item;
 use crate::segment::record::{Version, record_len};
 
 /// Bytes that are written out at a time.
-const ROUND: u64 = 32 << 20;
+pub(super) const ROUND: u64 = 32 << 20;
 /// How often the copying threads look by themselves.
 const IDLE: Duration = Duration::from_millis(500);
 

@@ -55,6 +55,10 @@ impl Tiers {
             slots.len() - gone
         );
         self.host.log(level, "umbp", &text);
+        // What a follower does not find any more its leader has moved, or evicted.
+        if gone > 0 && self.config.role != Role::Follower {
+            self.host.contents_lost();
+        }
         self.ring();
     }
 }

@@ -40,9 +40,20 @@ pub struct Hidden {
     serial: u64,
 }
 
+/// An object that can be found from now on, or not any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// Its name.
+    pub name: Arc<[u8]>,
+    /// Its bytes; none when it has gone.
+    pub len: Option<u64>,
+}
+
 /// The index.
 #[derive(Debug)]
 pub struct State {
+    /// What has changed, for somebody who asks; none where nobody does.
+    pub changes: Option<Vec<Change>>,
     names: HashMap<Arc<[u8]>, u32>,
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
@@ -59,6 +70,7 @@ impl State {
     /// Nothing yet.
     pub fn new(pages: u32) -> State {
         State {
+            changes: None,
             names: HashMap::new(),
             entries: Vec::new(),
             free: Vec::new(),
@@ -111,10 +123,17 @@ impl State {
     /// A new object. There is none of this name.
     pub fn insert(&mut self, name: &[u8], len: u64, depth: u32, memory: Option<Extents>, disk: Option<Place>) -> u32 {
         let hidden = self.insert_hidden(name, len, depth, memory, disk);
-        if let Some(name) = self.get(hidden.slot).map(|entry| entry.name.clone()) {
-            self.names.insert(name, hidden.slot);
-        }
+        self.list(hidden.slot);
         hidden.slot
+    }
+
+    /// Its name leads to it from now on.
+    fn list(&mut self, slot: u32) {
+        let Some((name, len)) = self.get(slot).map(|entry| (entry.name.clone(), entry.len)) else { return };
+        if let Some(changes) = &mut self.changes {
+            changes.push(Change { name: name.clone(), len: Some(len) });
+        }
+        self.names.insert(name, slot);
     }
 
     /// A new object that nobody finds until it is shown.
@@ -154,12 +173,17 @@ impl State {
     /// forget.
     pub fn show(&mut self, hidden: Hidden) -> Option<Place> {
         let entry = self.get(hidden.slot).filter(|entry| entry.serial == hidden.serial && !entry.gone)?;
-        let name = entry.name.clone();
-        if self.names.contains_key(&name) {
+        if self.names.contains_key(&entry.name) {
             return self.remove(hidden.slot);
         }
-        self.names.insert(name, hidden.slot);
+        self.list(hidden.slot);
         None
+    }
+
+    /// The object goes without having been shown. Its record is for the caller to forget.
+    pub fn give_up(&mut self, hidden: Hidden) -> Option<Place> {
+        self.get(hidden.slot).filter(|entry| entry.serial == hidden.serial)?;
+        self.remove(hidden.slot)
     }
 
     /// Its memory is free, if nobody has it pinned. Without a record the object goes.
@@ -196,6 +220,9 @@ impl State {
         // One that is hidden has no name yet, and another one may have it.
         if self.names.get(&name) == Some(&slot) {
             self.names.remove(&name);
+            if let Some(changes) = &mut self.changes {
+                changes.push(Change { name, len: None });
+            }
         }
         self.recent.remove(slot);
         self.on_disk.remove(slot);

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use kvdock_plugin_api::{
@@ -46,6 +46,10 @@ pub struct Remote {
     scratch: Scratch,
     /// The connection at which the server was given the memory.
     given: Mutex<Option<u64>>,
+    /// The server had the memory once.
+    opened: AtomicBool,
+    /// What the server had is gone, and the host is to be told when it takes pages again.
+    lost: AtomicBool,
     handles: Mutex<HashMap<u64, u64>>,
     trouble: Mutex<Option<String>>,
 }
@@ -85,6 +89,8 @@ impl Remote {
             given: Mutex::new(None),
             handles: Mutex::default(),
             trouble: Mutex::default(),
+            opened: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
         };
         remote.give_all()?;
         Ok(remote)
@@ -126,15 +132,27 @@ impl Remote {
         if *given == Some(now) {
             return Ok(now);
         }
-        if given.is_some() {
+        let mut first = true;
+        if self.opened.load(Ordering::Acquire) {
+            first = false;
             self.host.log(
                 LogLevel::Info,
                 "umbp",
                 "the connection to the server is a new one: it is given the memory again",
             );
             self.handles.lock().clear();
+            // A server that was started again does not know this client, and has none of what it was given.
+            if !self.knows_memory()? {
+                self.lost.store(true, Ordering::Release);
+            }
         }
         self.regions.read().iter().try_for_each(|region| self.give(region))?;
+        if first {
+            self.opened.store(true, Ordering::Release);
+        } else if self.lost.swap(false, Ordering::AcqRel) {
+            self.host.log(LogLevel::Warn, "umbp", "the server was started again; the pages that it had are gone");
+            self.host.contents_lost();
+        }
         // The calls above may have made the connection that counts.
         let now = self.client.connections();
         *given = Some(now);

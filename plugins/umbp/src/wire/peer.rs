@@ -386,6 +386,8 @@ pub mod resolved {
     pub const FOUND: i32 = 1;
     /// It is not.
     pub const MISSING: i32 = 2;
+    /// It is, and can't be read there now.
+    pub const BUSY: i32 = 3;
 }
 
 #[cfg(test)]

@@ -2,8 +2,6 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
-pub mod services;
-
 use std::path::Path;
 use std::time::{Duration, Instant};
 

@@ -4,9 +4,9 @@ use kvdock_plugin_api::mock::{Options, identity};
 use kvdock_plugin_api::{ClearScope, PageStatus};
 use serde_json::json;
 
-use super::super::common::services::Master;
 use super::super::common::*;
 use super::shares::flush;
+use kvdock_tests::umbp::Master;
 
 #[test]
 fn a_page_that_one_node_removes_is_gone_with_all_and_can_be_stored_anew() {

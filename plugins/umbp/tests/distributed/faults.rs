@@ -5,13 +5,13 @@ use std::time::Duration;
 use kvdock_plugin_api::mock::{Options, Query, identity};
 use kvdock_plugin_api::{ErrorKind, HealthState, PageStatus};
 use kvdock_tests::process::stand_still;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 use serde_json::json;
 
-use super::super::common::services::{Master, Port};
 use super::super::common::*;
-use super::other::{Other, PAGE};
+use super::other::{self, PAGE};
 use super::shares::flush;
+use kvdock_tests::umbp::{Master, Port};
 
 #[test]
 fn a_master_that_is_started_again_is_told_everything_again() {
@@ -44,7 +44,7 @@ fn a_master_that_is_started_again_is_told_everything_again() {
 fn a_node_that_is_killed_is_forgotten_and_its_pages_are_misses() {
     let variables = [("UMBP_HEARTBEAT_TTL_SEC", "2"), ("UMBP_REAPER_INTERVAL_SEC", "1")];
     let mut master = Master::start(&variables);
-    let mut other = Other::start(&master.config(json!({})));
+    let mut other = other::start(&master.config(json!({})));
     let bench = Bench::new(&master.config(json!({"cache_remote_fetches": false})), pool(8, PAGE));
     other.set(&numbers(0..8));
     wait_for("its pages are read", || bench.count(&numbers(0..8)) == 8);
@@ -52,6 +52,7 @@ fn a_node_that_is_killed_is_forgotten_and_its_pages_are_misses() {
     // Nothing hangs, nothing is wrong.
     assert_eq!(bench.count(&numbers(0..8)), 0);
     wait_for("the master forgets it", || bench.prefix(&numbers(0..8)) == 0);
+    wait_for("word of what is lost", || bench.host.metric("kvdock_contents_lost").is_some());
     // What it had can be stored again.
     bench.store(&numbers(0..8));
     assert_eq!(bench.count(&numbers(0..8)), 8);
@@ -63,11 +64,11 @@ fn a_node_that_is_killed_is_forgotten_and_its_pages_are_misses() {
 fn a_node_that_stood_still_so_long_that_it_was_forgotten_joins_again() {
     let variables = [("UMBP_HEARTBEAT_TTL_SEC", "1"), ("UMBP_REAPER_INTERVAL_SEC", "1")];
     let master = Master::start(&variables);
-    let mut other = Other::start(&master.config(json!({})));
+    let mut other = other::start(&master.config(json!({})));
     let bench = Bench::new(&master.config(json!({"cache_remote_fetches": false})), pool(8, PAGE));
     other.set(&numbers(0..8));
     wait_for("its pages are found", || bench.prefix(&numbers(0..8)) == 8);
-    let process = Pid::from_child(&other.child);
+    let process = other.pid();
     stand_still(process);
     wait_for("the master forgets it", || bench.prefix(&numbers(0..8)) == 0);
     kill_process(process, Signal::CONT).unwrap();
@@ -80,10 +81,10 @@ fn a_node_that_dies_or_stands_still_in_the_middle_of_reads_brings_no_wrong_byte(
     let master = Master::start(&[]);
     let bench = Bench::new(&master.config(json!({"cache_remote_fetches": false})), pool(40, PAGE));
     for (turn, signal) in [Signal::STOP, Signal::KILL].into_iter().enumerate() {
-        let mut other = Other::start(&master.config(json!({})));
+        let mut other = other::start(&master.config(json!({})));
         let all: Vec<u64> = (turn as u64 * 100..turn as u64 * 100 + 40).collect();
         other.set(&all);
-        let process = Pid::from_child(&other.child);
+        let process = other.pid();
         let later = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(30));
             kill_process(process, signal).unwrap();

@@ -17,9 +17,9 @@ use kvdock_plugin_umbp::wire::master::{
 use kvdock_plugin_umbp::{KVDOCK_NOTE_SOURCE, kvdock_plugin_entry};
 use serde_json::{Value, json};
 
-use super::super::common::services::Master;
 use super::super::common::*;
 use super::shares::{flush, found};
+use kvdock_tests::umbp::Master;
 
 /// Calls past the plugin.
 pub struct Raw {

@@ -6,13 +6,13 @@ use std::time::Duration;
 use kvdock_plugin_api::PageStatus;
 use kvdock_plugin_api::mock::{Options, identity};
 use kvdock_verbs_stand_in::{faults, harness};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 use serde_json::json;
 
-use super::super::common::services::Master;
 use super::super::common::*;
-use super::other::{Other, PAGE};
+use super::other::{self, PAGE};
 use super::shares::flush;
+use kvdock_tests::umbp::Master;
 
 fn with_stand_in(name: &str, body: impl FnOnce(&Path)) {
     let folder = tempfile::tempdir().unwrap();
@@ -28,7 +28,7 @@ fn two_nodes_share_pages_by_rdma() {
     with_stand_in("two_nodes_share_pages_by_rdma", |_| {
         let master =
             Master::start(&[("UMBP_ROUTE_PUT_NODE_AFFINITY", "none"), ("UMBP_ROUTE_PUT_SELECT_ALGO", "random")]);
-        let mut other = Other::start(&config(&master));
+        let mut other = other::start(&config(&master));
         let bench = Bench::new(&config(&master), pool(64, PAGE));
         // Into the memory of either, and out of it.
         bench.store(&numbers(0..50));
@@ -53,7 +53,7 @@ fn two_nodes_share_pages_by_rdma() {
 fn what_rdma_does_not_bring_comes_over_tcp() {
     with_stand_in("what_rdma_does_not_bring_comes_over_tcp", |folder| {
         let master = Master::start(&[]);
-        let mut other = Other::start(&config(&master));
+        let mut other = other::start(&config(&master));
         let bench = Bench::new(&config(&master), pool(20, PAGE));
         other.set(&numbers(0..20));
         assert_eq!(bench.count(&numbers(0..20)), 20);
@@ -70,10 +70,33 @@ fn what_rdma_does_not_bring_comes_over_tcp() {
 }
 
 #[test]
+fn pages_in_segments_come_by_rdma_where_memory_has_room_and_else_over_tcp() {
+    with_stand_in("pages_in_segments_come_by_rdma_where_memory_has_room_and_else_over_tcp", |_| {
+        let master = Master::start(&[("UMBP_EVICTION_CHECK_INTERVAL_SEC", "3600")]);
+        for promotes in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let with_segments = json!({
+                "data_plane": "rdma", "dram_capacity_bytes": 4 << 20, "ssd_storage_dir": dir.path(),
+                "ssd_capacity_bytes": 256 << 20, "ssd_durability_mode": "relaxed", "auto_promote_on_read": promotes,
+            });
+            let mut other = other::start(&master.config(with_segments));
+            let bench = Bench::of(&config(&master), &identity("model"), pool(20, PAGE));
+            let first = u64::from(promotes) * 100;
+            let all = numbers(first..first + 40);
+            other.set(&all);
+            for _ in 0..2 {
+                assert_eq!(bench.count(&all), 40, "{}", bench.logs());
+            }
+            assert!(!bench.logs().contains("RDMA failed"), "{}", bench.logs());
+        }
+    });
+}
+
+#[test]
 fn a_node_over_tcp_and_one_with_rdma_share_pages() {
     with_stand_in("a_node_over_tcp_and_one_with_rdma_share_pages", |_| {
         let master = Master::start(&[]);
-        let mut other = Other::start(&master.config(json!({"data_plane": "auto"})));
+        let mut other = other::start(&master.config(json!({"data_plane": "auto"})));
         let bench = Bench::new(&master.config(json!({})), pool(20, PAGE));
         other.set(&numbers(0..20));
         assert_eq!(bench.count(&numbers(0..20)), 20, "{}", bench.logs());
@@ -89,10 +112,10 @@ fn a_node_that_dies_or_stands_still_in_the_middle_of_rdma_brings_no_wrong_byte()
         let master = Master::start(&[]);
         let bench = Bench::new(&config(&master), pool(40, PAGE));
         for (turn, signal) in [Signal::STOP, Signal::KILL].into_iter().enumerate() {
-            let mut other = Other::start(&config(&master));
+            let mut other = other::start(&config(&master));
             let all: Vec<u64> = (turn as u64 * 100..turn as u64 * 100 + 40).collect();
             other.set(&all);
-            let process = Pid::from_child(&other.child);
+            let process = other.pid();
             let later = std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(30));
                 kill_process(process, signal).unwrap();

@@ -5,9 +5,9 @@ use kvdock_plugin_api::v0_1::Component;
 use kvdock_plugin_api::{ComponentKind, PageStatus};
 use serde_json::json;
 
-use super::super::common::services::Master;
 use super::super::common::*;
-use super::other::{Other, PAGE};
+use super::other::{self, PAGE};
+use kvdock_tests::umbp::Master;
 
 /// Tells the master what was stored.
 pub fn flush(bench: &Bench) {
@@ -144,7 +144,7 @@ fn layers_are_read_from_other_nodes_as_ranges() {
 #[test]
 fn two_processes_share_pages_over_tcp() {
     let master = Master::start(&[]);
-    let mut other = Other::start(&master.config(json!({})));
+    let mut other = other::start(&master.config(json!({})));
     let bench = Bench::new(&master.config(json!({})), pool(64, PAGE));
     other.set(&numbers(0..40));
     assert_eq!(bench.count(&numbers(0..40)), 40, "{}", bench.logs());

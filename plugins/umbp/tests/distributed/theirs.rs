@@ -16,10 +16,10 @@ use kvdock_plugin_umbp::wire::peer::{
 use kvdock_plugin_umbp::wire::standalone::{BatchBoolResponse, BatchKeysRequest};
 use serde_json::json;
 
-use super::super::common::services::{Master, TheirNode};
 use super::super::common::*;
 use super::master::Raw;
 use super::shares::flush;
+use kvdock_tests::umbp::{Master, TheirNode};
 
 /// Where a node of ours is called, as the master tells it to others.
 fn address_of(master: &Master, key: &str) -> String {

@@ -48,6 +48,7 @@ fn pages_of_removed_segments_are_missed_and_their_room_is_free() {
     assert_eq!(bench.prefix(&numbers(0..16)), 0);
     wait_for("the kernel has the room again", || held_without_a_name(dir.path()) == 0);
     assert!(bench.logs().contains("removed or replaced by somebody else: 16 objects are gone"), "{}", bench.logs());
+    assert!(bench.host.metric("kvdock_contents_lost").is_some(), "the host would believe in them for ever");
     // New pages, also the same ones, are kept as ever.
     bench.store(&numbers(8..24));
     assert_eq!(bench.store.health().unwrap().state, HealthState::Ok);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::frame::{self, GREETING, Operation, RANGE, REQUEST, Request, Status};
@@ -23,6 +24,8 @@ const PART_OF_FILES: u64 = 2;
 const STALL: Duration = Duration::from_secs(30);
 /// Bytes that are moved between two looks at the time.
 const STEP: usize = 1 << 20;
+/// Objects that are read from segments at a time; each takes its bytes of memory.
+const READS: usize = 8;
 /// After an `accept` that failed, as when no descriptor is left.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -36,6 +39,24 @@ pub struct Server {
     /// Which incarnation of the node this is.
     pub instance: u64,
     connections: AtomicUsize,
+    /// Whose turn it is to read from segments.
+    turns: Semaphore,
+}
+
+/// Where the bytes of an object come from.
+enum Source<'a> {
+    Memory(Pinned<'a>),
+    /// It was read for this request alone.
+    Segments(Vec<u8>),
+}
+
+impl Source<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Source::Memory(pinned) => pinned.len,
+            Source::Segments(bytes) => bytes.len() as u64,
+        }
+    }
 }
 
 /// Counts a connection while it lives.
@@ -50,7 +71,7 @@ impl Drop for Counted {
 impl Server {
     /// Serves nothing yet.
     pub fn new(pool: Arc<Pool>, figures: Arc<Figures>, instance: u64) -> Server {
-        Server { pool, figures, instance, connections: AtomicUsize::new(0) }
+        Server { pool, figures, instance, connections: AtomicUsize::new(0), turns: Semaphore::new(READS) }
     }
 
     /// Serves whoever connects, until it is dropped.
@@ -115,26 +136,52 @@ impl Server {
         let (name, ranges) = rest.split_at(request.name as usize);
         let name = std::str::from_utf8(name).map_err(|_| io::ErrorKind::InvalidData)?;
         let ranges = frame::ranges(ranges);
-        let pinned = match self.pool.pin(name, None) {
-            Ok(pinned) if pinned.len != request.len => {
-                return within(output.write_all(&Status::OtherLength.to_bytes(pinned.len))).await;
-            }
-            Ok(pinned) => pinned,
-            Err(_) => {
-                return within(output.write_all(&Status::Missing.to_bytes(0))).await;
-            }
+        let source = match self.pool.pin(name, None) {
+            Ok(pinned) => Some(Source::Memory(pinned)),
+            Err(_) if self.pool.has_below() => self.read_below(name).await,
+            Err(_) => None,
         };
-        let inside = |(offset, len): &(u64, u64)| offset.checked_add(*len).is_some_and(|end| end <= pinned.len);
+        let Some(source) = source else {
+            return within(output.write_all(&Status::Missing.to_bytes(0))).await;
+        };
+        let whole = source.len();
+        if whole != request.len {
+            return within(output.write_all(&Status::OtherLength.to_bytes(whole))).await;
+        }
+        let inside = |(offset, len): &(u64, u64)| offset.checked_add(*len).is_some_and(|end| end <= whole);
         let total = ranges.iter().try_fold(0u64, |sum, (_, len)| sum.checked_add(*len));
         let Some(total) = total.filter(|_| ranges.iter().all(inside)) else {
             return within(output.write_all(&Status::Refused.to_bytes(0))).await;
         };
         within(output.write_all(&Status::Done.to_bytes(total))).await?;
         for (offset, len) in ranges {
-            self.send(&pinned, offset, len, output).await?;
+            match &source {
+                Source::Memory(pinned) => self.send(pinned, offset, len, output).await?,
+                Source::Segments(bytes) => {
+                    let range = bytes.get(offset as usize..).and_then(|rest| rest.get(..len as usize));
+                    for bytes in range.unwrap_or_default().chunks(STEP) {
+                        within(output.write_all(bytes)).await?;
+                    }
+                }
+            }
         }
         self.figures.others_got.add(total);
         Ok(())
+    }
+
+    /// What memory has not, segments may have. They are read by threads that may wait for a disk.
+    async fn read_below(&self, name: &str) -> Option<Source<'_>> {
+        let _turn = self.turns.acquire().await.ok()?;
+        let (pool, own) = (self.pool.clone(), name.to_owned());
+        let read = tokio::task::spawn_blocking(move || {
+            pool.bring(&[&own]);
+            if pool.is_in_memory(&own) { None } else { pool.read_below(&own) }
+        });
+        let read = read.await.ok()?;
+        match self.pool.pin(name, None) {
+            Ok(pinned) => Some(Source::Memory(pinned)),
+            Err(_) => read.map(Source::Segments),
+        }
     }
 
     async fn send(

@@ -4,7 +4,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::MutexGuard;
+
 use super::Pool;
+use super::state::State;
+use crate::local::below::Below;
+use crate::local::state::Change;
 use crate::wire::master::{EventBundle, KvEvent};
 use crate::wire::peer::tier;
 
@@ -69,15 +74,15 @@ impl Default for Log {
 }
 
 impl Log {
-    pub fn add(&mut self, name: &Arc<str>, size: u64) {
+    pub fn add(&mut self, name: &Arc<str>, size: u64, tier: i32) {
         self.happened += 1;
-        self.queue.push_back(event(ADD, name, size));
+        self.queue.push_back(event(ADD, name, size, tier));
         self.leaving.remove(name);
     }
 
-    pub fn remove(&mut self, name: &Arc<str>) {
+    pub fn remove(&mut self, name: &Arc<str>, tier: i32) {
         self.happened += 1;
-        self.queue.push_back(event(REMOVE, name, 0));
+        self.queue.push_back(event(REMOVE, name, 0, tier));
         self.leaving.insert(name.clone(), self.happened);
     }
 
@@ -98,19 +103,23 @@ impl Log {
     }
 }
 
-fn event(kind: i32, name: &Arc<str>, size: u64) -> KvEvent {
-    KvEvent { kind, key: name.to_string(), tier: tier::DRAM, size, logical_tier: String::new() }
+fn event(kind: i32, name: &Arc<str>, size: u64, tier: i32) -> KvEvent {
+    KvEvent { kind, key: name.to_string(), tier, size, logical_tier: String::new() }
 }
 
 impl Pool {
     /// What the next heartbeat carries.
     pub fn beat(&self, bounds: Bounds) -> Beat {
-        let mut state = self.state.lock();
+        let mut state = self.hear();
         if state.log.whole {
             let all = state.all();
+            // Nothing of it is news any more.
+            let below = self.below.as_ref().map(Below::all).unwrap_or_default();
+            let below = below.iter().filter_map(|(name, len)| Some((Arc::from(std::str::from_utf8(name).ok()?), *len)));
             let log = &mut state.log;
             log.bundles.clear();
-            log.queue = all.iter().map(|(name, len)| event(ADD, name, *len)).collect();
+            log.queue = all.iter().map(|(name, len)| event(ADD, name, *len, tier::DRAM)).collect();
+            log.queue.extend(below.map(|(name, len)| event(ADD, &name, len, tier::SSD)));
             log.taken = log.happened;
             log.happened += log.queue.len() as u64;
             let first = log.queue.len().min(WHOLE);
@@ -159,7 +168,22 @@ impl Pool {
 
     /// Events so far.
     pub fn happened(&self) -> u64 {
-        self.state.lock().log.happened
+        self.hear().log.happened
+    }
+
+    /// The state, with all in its log that has happened in segments.
+    pub(super) fn hear(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        let Some(below) = &self.below else { return state };
+        for Change { name, len } in below.changes() {
+            // Names that are no texts were put there by somebody else, and nobody can ask for them.
+            let Ok(name) = std::str::from_utf8(&name).map(Arc::from) else { continue };
+            match len {
+                Some(len) => state.log.add(&name, len, tier::SSD),
+                None => state.log.remove(&name, tier::SSD),
+            }
+        }
+        state
     }
 
     /// Waits until the master has acknowledged so many events; no longer than until `until`. Says whether it has.

@@ -81,17 +81,25 @@ impl State {
 impl Pool {
     /// A place for an object that another node sends.
     pub fn allocate(&self, name: &str, len: u64) -> Allocated {
-        let now = Instant::now();
-        let mut state = self.state.lock();
-        if let Some(slot) = state.find(name) {
-            state.touch(slot);
+        if self.use_now(&[name]) == [true] {
             return Allocated::Exists;
         }
-        if state.pending.contains(name) {
+        if self.state.lock().pending.contains(name) {
             return Allocated::Pending;
         }
-        let pages = u32::try_from(self.memory.pages_for(len)).ok();
-        let Some(extents) = pages.and_then(|pages| state.take(pages, now)) else { return Allocated::NoSpace };
+        let Some(extents) = self.take(len) else { return Allocated::NoSpace };
+        let now = Instant::now();
+        let mut state = self.state.lock();
+        // Somebody else may have come first meanwhile.
+        let there = if state.find(name).is_some() {
+            Some(Allocated::Exists)
+        } else {
+            state.pending.contains(name).then_some(Allocated::Pending)
+        };
+        if let Some(there) = there {
+            state.pages.give(&extents);
+            return there;
+        }
         state.last_slot += 1;
         let (id, pages, name) = (state.last_slot, pages_of(&extents), Arc::<str>::from(name));
         state.pending.insert(name.clone());
@@ -121,6 +129,7 @@ impl Pool {
         if good && let Some(slot) = state.slots.remove(&id) {
             state.pending.remove(&slot.name);
             state.insert(&slot.name, slot.len, slot.extents);
+            self.settle(&state);
         }
         (good, state.log.waiting())
     }

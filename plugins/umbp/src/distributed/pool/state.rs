@@ -8,6 +8,7 @@ use super::events::Log;
 use super::slots::Slot;
 use crate::local::memory::{Extents, Pages};
 use crate::local::order::Order;
+use crate::wire::peer::tier;
 
 /// How much longer than its time a place for an object is kept: what another node sends may still be on its way.
 const GRACE: Duration = Duration::from_secs(5);
@@ -42,6 +43,8 @@ pub struct State {
     ghosts: Vec<u32>,
     holds: HashMap<u64, (Vec<u32>, Instant)>,
     next_hold: u64,
+    /// Counts removals: what was read from elsewhere meanwhile may not be wanted any more.
+    pub removals: u64,
     /// Pages of the memory.
     pub pages: Pages,
     /// Places for objects that are on their way here.
@@ -64,6 +67,7 @@ impl State {
             ghosts: Vec::new(),
             holds: HashMap::new(),
             next_hold: 0,
+            removals: 0,
             pages: Pages::new(pages),
             slots: HashMap::new(),
             pending: HashSet::new(),
@@ -91,6 +95,11 @@ impl State {
     /// Bytes of an object, and its pages.
     pub fn place(&self, slot: u32) -> Option<(u64, Extents)> {
         self.get(slot).map(|entry| (entry.len, entry.extents.clone()))
+    }
+
+    /// Name of an object that can be found.
+    pub fn name(&self, slot: u32) -> Option<Arc<str>> {
+        self.get(slot).filter(|entry| !entry.gone).map(|entry| entry.name.clone())
     }
 
     pub fn touch(&mut self, slot: u32) {
@@ -150,7 +159,7 @@ impl State {
         if let Some(room) = self.entries.get_mut(slot as usize) {
             *room = Some(entry);
         }
-        self.log.add(&name, len);
+        self.log.add(&name, len, tier::DRAM);
         self.names.insert(name, slot);
         self.recent.touch(slot);
     }
@@ -162,7 +171,7 @@ impl State {
         let name = entry.name.clone();
         self.names.remove(&name);
         self.recent.remove(slot);
-        self.log.remove(&name);
+        self.log.remove(&name, tier::DRAM);
         self.ghosts.push(slot);
         self.bury(now);
     }
@@ -186,22 +195,42 @@ impl State {
             return Some(extents);
         }
         self.reap(now);
-        let mut have = self.pages.total() - self.pages.used();
-        let mut victims = Vec::new();
+        let free = self.pages.total() - self.pages.used();
+        let needed = count - free.min(count);
+        let victims = self.oldest(needed, needed, u64::from(needed), usize::MAX, now);
+        victims.into_iter().for_each(|slot| self.detach(slot, now));
+        self.pages.take(count)
+    }
+
+    /// Objects that were used longest ago and that nobody reads. They have so many pages, or some more, but no more than `most` and `count` of them once there are `least`;
+    /// none where there are not `least`.
+    pub fn oldest(&self, pages: u32, least: u32, most: u64, count: usize, now: Instant) -> Vec<u32> {
+        let (mut have, mut slots) = (0, Vec::new());
         for slot in self.recent.oldest_first() {
-            if have >= count {
+            if have >= pages && have >= least {
+                break;
+            }
+            if have >= least && (u64::from(have) >= most || slots.len() >= count) {
                 break;
             }
             if let Some(entry) = self.get(slot).filter(|entry| entry.is_free(now)) {
                 have += entry.extents.iter().map(|(_, pages)| pages).sum::<u32>();
-                victims.push(slot);
+                slots.push(slot);
             }
         }
-        if have < count {
-            return None;
-        }
-        victims.into_iter().for_each(|slot| self.detach(slot, now));
-        self.pages.take(count)
+        if have < least { Vec::new() } else { slots }
+    }
+
+    /// Objects used last, so many bytes of them at most, each with its name.
+    pub fn youngest(&self, most: u64) -> Vec<(u32, Arc<str>)> {
+        let mut slots: Vec<u32> = self.recent.oldest_first().collect();
+        slots.reverse();
+        let mut bytes = 0;
+        let fits = |slot: &u32| {
+            bytes += self.get(*slot).map_or(0, |entry| entry.len);
+            bytes <= most
+        };
+        slots.into_iter().take_while(fits).filter_map(|slot| Some((slot, self.name(slot)?))).collect()
     }
 
     /// Removes what is named with a prefix.

@@ -97,9 +97,10 @@ fn what_was_used_longest_ago_goes_and_what_is_read_stays() {
     // Neither can go, and one page is not enough.
     assert!(pool.take(4 * 4096).is_none());
     assert_eq!(pool.has(&["a", "b", "e"]), [true, true, true], "nothing goes for what gets no room");
-    assert_eq!((pool.evict("a"), pool.evict("b"), pool.evict("none")), (0, 0, 0));
+    let freed = |name: &str| pool.evict(&[name.to_owned()])[0];
+    assert_eq!((freed("a"), freed("b"), freed("none")), (0, 0, 0));
     drop(pinned);
-    assert_eq!(pool.evict("a"), 4000);
+    assert_eq!(freed("a"), 4000);
     assert_eq!(read(&pool, "b").unwrap(), [1; 4000]);
     assert_eq!(read(&pool, "e").unwrap(), [9; 5000]);
     assert!(matches!(pool.pin("b", Some(3999)), Err(Got::Corrupt(_))));
@@ -110,7 +111,7 @@ fn what_is_removed_while_it_is_read_keeps_its_memory_until_then() {
     let pool = pool(2);
     put(&pool, "a", &mut [1; 4096]);
     let pinned = pool.pin("a", None).unwrap();
-    assert!(pool.remove("a") && !pool.remove("a"));
+    assert_eq!(pool.remove(&["a", "a"]), [true, false]);
     assert!(read(&pool, "a").is_none());
     put(&pool, "a", &mut [2; 4096]);
     assert!(pool.take_spare(1, 1.0).is_none(), "both pages are in use");
@@ -124,7 +125,7 @@ fn what_is_removed_while_it_is_read_keeps_its_memory_until_then() {
     // The same by a lease of another node, which says when it is done.
     let (lease, found) = pool.hold(&["a".to_owned(), "none".to_owned()], Duration::from_secs(3600));
     assert_eq!(found.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false]);
-    assert!(pool.remove("a"));
+    assert_eq!(pool.remove(&["a"]), [true]);
     assert!(pool.take(4096).is_none());
     pool.release(lease);
     assert!(pool.take(4096).is_some());
@@ -185,7 +186,7 @@ fn a_master_that_hears_all_heartbeats_knows_what_is_here() {
         for _ in 0..random.usize(0..12) {
             let name = format!("n{}", random.u8(0..40));
             if pool.has(&[&name]) == [true] {
-                pool.remove(&name);
+                pool.remove(&[&name]);
             } else {
                 put(&pool, &name, &mut [1; 10]);
             }
@@ -220,11 +221,11 @@ fn what_has_gone_is_leaving_until_the_master_has_heard() {
     put(&pool, "a", &mut [1; 10]);
     heard.hear(&pool);
     assert!(!pool.is_leaving("a"));
-    pool.remove("a");
+    pool.remove(&["a"]);
     assert!(pool.is_leaving("a") && !pool.wait_acknowledged(pool.happened(), Instant::now()));
     heard.hear(&pool);
     assert!(!pool.is_leaving("a"));
-    pool.remove("a");
+    pool.remove(&["a"]);
     put(&pool, "a", &mut [1; 10]);
     assert!(!pool.is_leaving("a"));
 }
