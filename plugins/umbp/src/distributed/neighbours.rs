@@ -20,7 +20,7 @@ impl Neighbours {
     /// Takes note of who is there now; gives those that have gone.
     fn are(&self, now: &HashSet<String>) -> Vec<String> {
         let mut known = self.0.lock();
-        now.iter().for_each(|node| drop(known.insert(node.clone(), 0)));
+        known.extend(now.iter().map(|node| (node.clone(), 0)));
         let mut gone = Vec::new();
         known.retain(|node, missed| {
             if !now.contains(node) {

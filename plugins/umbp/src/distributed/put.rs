@@ -130,7 +130,14 @@ impl Cluster {
                 break;
             }
             let Some(put) = puts.get(*number) else { continue };
-            if let Some(extents) = pool.take(put.len()) {
+            let mut room = pool.take(put.len());
+            if room.is_none() && pool.has_below() && !taken.is_empty() {
+                // The objects of this call fill memory by themselves: those that have room can go to segments once they are shown.
+                // SAFETY: passed on to the caller.
+                unsafe { self.fill_and_show(puts, names, std::mem::take(&mut taken), stored) };
+                room = pool.take(put.len());
+            }
+            if let Some(extents) = room {
                 taken.push((*number, extents));
             }
         }
@@ -138,6 +145,14 @@ impl Cluster {
             taken.iter().for_each(|(_, extents)| pool.give(extents));
             return ended;
         }
+        // SAFETY: passed on to the caller.
+        unsafe { self.fill_and_show(puts, names, taken, stored) };
+        Ok(())
+    }
+
+    /// Copies objects into the room that was taken for them, and shows them.
+    unsafe fn fill_and_show(&self, puts: &[Put], names: &[&str], taken: Vec<(usize, Extents)>, stored: &mut [Stored]) {
+        let pool = &self.node.pool;
         let bytes = taken.iter().filter_map(|(number, _)| puts.get(*number)).map(Put::len).sum();
         let copies = pool.copies();
         spread(taken.len(), bytes, copies.write_threads, copies.worth, |at| {
@@ -155,9 +170,8 @@ impl Cluster {
             set(stored, number, Stored::Yes);
         }
         self.node.figures.put_here.add(bytes);
-        // All of a call that is stored here can be found from the same moment on.
+        // All of a call that is stored here, and that memory has room for at once, can be found from the same moment on.
         let waiting = pool.show(objects);
         self.node.happened(waiting);
-        Ok(())
     }
 }

@@ -133,7 +133,7 @@ fn h04_a_node_that_is_started_again_has_what_its_segments_hold() {
 #[test]
 fn what_is_removed_or_cleared_goes_from_segments_too_and_does_not_come_back() {
     let (master, dirs) = (Master::start(&[]), [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()]);
-    let nodes: Vec<Bench> =
+    let mut nodes: Vec<Bench> =
         dirs.iter().map(|dir| Bench::new(&config(&master, dir.path(), &json!({})), pool(8, PAGE))).collect();
     let stranger = Bench::of(&master.config(json!({})), &identity("other"), pool(8, PAGE));
     stranger.store(&numbers(0..4));
@@ -156,7 +156,7 @@ fn what_is_removed_or_cleared_goes_from_segments_too_and_does_not_come_back() {
         assert_eq!(node.store.stats().unwrap().pages, 0);
     }
     assert_eq!(stranger.count(&numbers(0..4)), 4);
-    nodes[0].store.close().unwrap();
+    nodes.remove(0).store.close().unwrap();
     let again = Bench::new(&config(&master, dirs[0].path(), &json!({})), pool(8, PAGE));
     assert_eq!(again.count(&all), 0, "it is gone from the files as well");
     again.store(&all);
@@ -312,7 +312,6 @@ fn random_operations_beside_a_model_soak() {
             }
             970..980 => {
                 keeper.store.close().unwrap();
-                drop(keeper);
                 keeper = node();
             }
             _ => {
