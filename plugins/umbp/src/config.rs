@@ -92,7 +92,7 @@ impl Config {
                 numa_strict: false,
                 prefault: false,
                 prefault_threads: 0,
-                copies: Copies { write_threads: 4, read_threads: 4, worth: 4 << 20, past_caches: Some(32 << 10) },
+                copies: Copies { write_threads: 4, read_threads: 4, worth: 1 << 20, past_caches: Some(32 << 10) },
             },
             ssd: None,
             role: Role::Standalone,

@@ -6,6 +6,7 @@
 #![allow(clippy::len_without_is_empty, reason = "lengths in bytes, of things that are not collections")]
 
 mod config;
+mod crew;
 pub mod distributed;
 mod linker;
 pub mod local;

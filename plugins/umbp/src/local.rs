@@ -58,12 +58,11 @@ struct Tiers {
 impl Tiers {
     fn open(config: &Config, host: Host) -> Result<Tiers> {
         let mut told = |what: String| host.log(LogLevel::Warn, "umbp", &what);
-        let mut dram = config.dram.clone();
+        let mut memory = Memory::map(&config.dram, &mut told)?;
         if config.role == Role::Leader {
-            // What comes in is read again at once, to be written to the disk.
-            dram.copies.past_caches = None;
+            // To be written to the disk.
+            memory.keep_in_caches();
         }
-        let memory = Memory::map(&dram, &mut told)?;
         let mut state = State::new(memory.pages());
         let follower = config.role == Role::Follower;
         let disk = match &config.ssd {
@@ -275,12 +274,6 @@ fn index(state: &mut State, disk: &Disk, found: Vec<(Vec<u8>, Place)>) {
             }
         }
     }
-}
-
-/// Runs work over `count` items, by several threads where there are many bytes: one more for each `worth` of them.
-pub(crate) fn spread(count: usize, bytes: u64, most: usize, worth: u64, work: impl Fn(usize) + Sync) {
-    let most = std::thread::available_parallelism().map_or(1, usize::from).min(most);
-    share(count, most.min((bytes / worth.max(1)) as usize), work);
 }
 
 /// Runs work over `count` items, by so many threads.

@@ -8,7 +8,7 @@ use super::cluster::Cluster;
 use super::fetch::Fetched;
 use super::limit::Limit;
 use super::objects::{DATA, each, text};
-use crate::local::spread;
+use crate::local::memory::Copied;
 use crate::object::{Got, Piece, Read};
 
 /// Places that are tried for an object that one of them does not deliver.
@@ -73,12 +73,11 @@ impl Cluster {
         let pinned: Vec<_> = reads.iter().map(|read| pool.pin(text(&read.name), Some(read.len))).collect();
         let here = reads.iter().zip(&pinned).filter(|(_, pinned)| pinned.is_ok());
         let total: u64 = here.map(|(read, _)| bytes(read)).sum();
-        let copies = pool.copies();
-        spread(reads.len(), total, copies.read_threads, copies.worth, |at| {
+        pool.read_all(Copied { objects: reads.len(), bytes: total }, |at, past_caches| {
             if let (Some(read), Some(Ok(pinned))) = (reads.get(at), pinned.get(at)) {
                 for range in &read.ranges {
                     // SAFETY: passed on to the caller.
-                    unsafe { pinned.read(range) };
+                    unsafe { pinned.read(range, past_caches) };
                 }
             }
         });

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use kvdock_plugin_api::Result;
 use parking_lot::{Condvar, Mutex};
 
-use crate::config::{Copies, Dram};
+use crate::config::Dram;
 use crate::local::below::{Below, Places};
-use crate::local::memory::{Extents, Memory};
+use crate::local::memory::{Copied, Extents, Memory};
 use crate::object::{Got, Held, Piece, Range};
 
 pub use events::{Beat, Bounds};
@@ -25,7 +25,6 @@ use state::State;
 pub struct Pool {
     memory: Memory,
     page: u64,
-    copies: Copies,
     /// Used part of the memory from which it is written out, and down to which. They count where there are segments.
     high: f64,
     low: f64,
@@ -61,13 +60,13 @@ impl Drop for Pinned<'_> {
 }
 
 impl Pinned<'_> {
-    /// Copies a range of it out; one that ends behind it is cut.
+    /// Copies a range of it out, past the caches or not; one that ends behind it is cut.
     ///
     /// # Safety
     /// The piece can be written, and nobody else touches it.
-    pub unsafe fn read(&self, range: &Range) {
+    pub unsafe fn read(&self, range: &Range, past_caches: bool) {
         // SAFETY: passed on to the caller; the object is pinned, and objects are never written again.
-        unsafe { self.pool.memory.read(&self.extents, self.len, range) }
+        unsafe { self.pool.memory.read(&self.extents, self.len, range, past_caches) }
     }
 
     /// Where the bytes of a range lie.
@@ -114,7 +113,6 @@ impl Pool {
         let state = Mutex::new(State::new(memory.pages()));
         Ok(Pool {
             page: config.page,
-            copies: config.copies,
             high: config.high,
             low: config.low,
             promote: false,
@@ -140,9 +138,14 @@ impl Pool {
         self.page
     }
 
-    /// How bytes are copied in and out.
-    pub fn copies(&self) -> Copies {
-        self.copies
+    /// As [`Memory::fill_all`].
+    pub fn fill_all(&self, copied: Copied, fill: impl Fn(usize) + Sync) {
+        self.memory.fill_all(copied, fill);
+    }
+
+    /// As [`Memory::read_all`].
+    pub fn read_all(&self, copied: Copied, read: impl Fn(usize, bool) + Sync) {
+        self.memory.read_all(copied, read);
     }
 
     /// All of the memory.

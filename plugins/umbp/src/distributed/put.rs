@@ -8,8 +8,7 @@ use super::cluster::Cluster;
 use super::limit::Limit;
 use super::master::Target;
 use super::objects::{DATA, each, text};
-use crate::local::memory::Extents;
-use crate::local::spread;
+use crate::local::memory::{Copied, Extents};
 use crate::object::{Put, Stored};
 
 fn set(stored: &mut [Stored], number: usize, value: Stored) {
@@ -154,8 +153,7 @@ impl Cluster {
     unsafe fn fill_and_show(&self, puts: &[Put], names: &[&str], taken: Vec<(usize, Extents)>, stored: &mut [Stored]) {
         let pool = &self.node.pool;
         let bytes = taken.iter().filter_map(|(number, _)| puts.get(*number)).map(Put::len).sum();
-        let copies = pool.copies();
-        spread(taken.len(), bytes, copies.write_threads, copies.worth, |at| {
+        pool.fill_all(Copied { objects: taken.len(), bytes }, |at| {
             if let Some((number, extents)) = taken.get(at)
                 && let Some(put) = puts.get(*number)
             {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvdock_plugin_api::{Call, Error, ErrorKind, Result};
 
 use super::Tiers;
-use super::disk::{Place, Wanted};
+use super::disk::{Place, Take, Trouble, Wanted};
 use super::state::State;
 use crate::config::Policy;
 use crate::names::group;
@@ -18,6 +18,17 @@ use crate::segment::record::{Version, record_len};
 pub(super) const ROUND: u64 = 32 << 20;
 /// How often the copying threads look by themselves.
 const IDLE: Duration = Duration::from_millis(500);
+
+/// Copies of values that are right.
+struct Values(Vec<parking_lot::Mutex<Option<Vec<u8>>>>);
+
+impl Take for Values {
+    fn end(&self, number: usize, value: Result<&[u8], Trouble>) {
+        if let (Some(room), Ok(value)) = (self.0.get(number), value) {
+            *room.lock() = Some(value.to_vec());
+        }
+    }
+}
 
 impl Tiers {
     /// What the copying threads do.
@@ -326,13 +337,9 @@ impl Tiers {
         let Some(disk) = &self.disk else { return false };
         let wanted: Vec<Wanted<'_>> =
             records.iter().map(|(_, key, place)| Wanted { key, place: place.clone() }).collect();
-        let values: Vec<parking_lot::Mutex<Option<Vec<u8>>>> = records.iter().map(|_| Default::default()).collect();
-        disk.read(&wanted, &|number, value| {
-            if let (Some(room), Ok(value)) = (values.get(number), value) {
-                *room.lock() = Some(value.to_vec());
-            }
-        });
-        let mut values: Vec<Option<Vec<u8>>> = values.into_iter().map(parking_lot::Mutex::into_inner).collect();
+        let values = Values(records.iter().map(|_| Default::default()).collect());
+        disk.read(&wanted, &values);
+        let mut values: Vec<Option<Vec<u8>>> = values.0.into_iter().map(parking_lot::Mutex::into_inner).collect();
         let pieces: Vec<Vec<Piece>> = values
             .iter_mut()
             .map(|value| value.iter_mut().map(|value| Piece { base: value.as_mut_ptr(), len: value.len() }).collect())

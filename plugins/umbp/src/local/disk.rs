@@ -39,8 +39,14 @@ impl Place {
     }
 }
 
-/// Takes a record's value, or what is wrong with it, by its number.
-pub type Take<'a> = &'a (dyn Fn(usize, Result<&[u8], Trouble>) + Sync);
+/// Who takes records, each by its number. Several threads call, one of them for each record.
+pub trait Take: Sync {
+    /// Bytes of a value, and where in it they begin. They come in order, before it is known whether they are right.
+    fn step(&self, _number: usize, _at: usize, _bytes: &[u8]) {}
+
+    /// The whole value, or what is wrong with it.
+    fn end(&self, number: usize, value: Result<&[u8], Trouble>);
+}
 
 /// A key and where its record lies.
 pub type Found = (Vec<u8>, Place);
@@ -208,9 +214,9 @@ impl Disk {
         }
     }
 
-    /// Reads records and gives each to `take`, as its value or as what is wrong with it. Records that lie one after another are read at once, and runs
+    /// Reads records and gives each to `take`. Records that lie one after another are read at once, and runs
     /// by several threads.
-    pub fn read(&self, wanted: &[Wanted<'_>], take: Take<'_>) {
+    pub fn read(&self, wanted: &[Wanted<'_>], take: &dyn Take) {
         let mut order: Vec<usize> = (0..wanted.len()).collect();
         let key = |number: usize| {
             wanted.get(number).map(|wanted| (wanted.place.drive, wanted.place.at.segment.id, wanted.place.at.offset))
@@ -286,7 +292,7 @@ impl Disk {
     }
 
     /// Reads runs with many in flight, some at a time so that memory stays bounded. While some are on the way, others are verified.
-    fn read_by_rings(&self, ring: Ring, wanted: &[Wanted<'_>], runs: &[&[usize]], take: Take<'_>) {
+    fn read_by_rings(&self, ring: Ring, wanted: &[Wanted<'_>], runs: &[&[usize]], take: &dyn Take) {
         let mut windows: Vec<&[&[usize]]> = Vec::new();
         let mut rest = runs;
         while !rest.is_empty() {
@@ -346,7 +352,7 @@ fn span(wanted: &[Wanted<'_>], run: &[usize]) -> (u64, usize) {
     }
 }
 
-fn read_window(ring: &mut Ring, buffer: &mut Buffer, wanted: &[Wanted<'_>], window: &[&[usize]], take: Take<'_>) {
+fn read_window(ring: &mut Ring, buffer: &mut Buffer, wanted: &[Wanted<'_>], window: &[&[usize]], take: &dyn Take) {
     let spans: Vec<(u64, usize)> = window.iter().map(|run| span(wanted, run)).collect();
     buffer.reserve(spans.iter().map(|(_, len)| len).sum());
     let mut room = buffer.bytes_mut();
@@ -365,7 +371,7 @@ fn read_window(ring: &mut Ring, buffer: &mut Buffer, wanted: &[Wanted<'_>], wind
     });
 }
 
-fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: Take<'_>) {
+fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: &dyn Take) {
     let Some(first) = run.first().and_then(|number| wanted.get(*number)) else { return };
     let (start, len) = span(wanted, run);
     buffer.reserve(len);
@@ -376,19 +382,19 @@ fn read_run(wanted: &[Wanted<'_>], run: &[usize], buffer: &mut Buffer, take: Tak
 }
 
 /// Gives the records of a run that was read.
-fn give(wanted: &[Wanted<'_>], run: &[usize], start: u64, bytes: &[u8], result: &io::Result<()>, take: Take<'_>) {
+fn give(wanted: &[Wanted<'_>], run: &[usize], start: u64, bytes: &[u8], result: &io::Result<()>, take: &dyn Take) {
     for number in run {
         let Some(wanted) = wanted.get(*number) else { continue };
         let at = (wanted.place.at.offset - start) as usize;
         let record = bytes.get(at..at + wanted.place.at.len() as usize).unwrap_or_default();
         match result {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                take(*number, Err(Trouble::Corrupt("its file is too short".to_owned())));
+                take.end(*number, Err(Trouble::Corrupt("its file is too short".to_owned())));
             }
-            Err(error) => take(*number, Err(Trouble::Io(error.to_string()))),
-            Ok(()) => match record::open(record, wanted.key) {
-                Ok((_, value)) => take(*number, Ok(value)),
-                Err(why) => take(*number, Err(Trouble::Corrupt(why))),
+            Err(error) => take.end(*number, Err(Trouble::Io(error.to_string()))),
+            Ok(()) => match record::open_by_steps(record, wanted.key, |at, bytes| take.step(*number, at, bytes)) {
+                Ok((_, value)) => take.end(*number, Ok(value)),
+                Err(why) => take.end(*number, Err(Trouble::Corrupt(why))),
             },
         }
     }

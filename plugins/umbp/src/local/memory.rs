@@ -6,7 +6,8 @@ use kvdock_plugin_api::{Error, ErrorKind, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use super::bytes;
-use crate::config::Dram;
+use crate::config::{Copies, Dram};
+use crate::crew::Crew;
 use crate::object::{Piece, Range};
 
 /// Runs of pages: first page and number.
@@ -19,7 +20,23 @@ pub struct Memory {
     mapped: usize,
     page: u64,
     pages: u32,
-    past_caches: Option<usize>,
+    copies: Copies,
+    /// Copies past the caches are wanted, also of what goes out.
+    past_caches: bool,
+    crew: Crew,
+}
+
+/// Bytes of a call from which what it reads is written past the caches: so much does not stay in those of one core, and each line of it
+/// would be fetched before it is written.
+const READ_PAST_CACHES: u64 = 1 << 20;
+
+/// Objects that a call copies.
+#[derive(Debug, Clone, Copy)]
+pub struct Copied {
+    /// How many there are.
+    pub objects: usize,
+    /// Bytes of all of them.
+    pub bytes: u64,
 }
 
 // SAFETY: the mapping lives as long as this does; who may touch which pages is said by the allocator's users.
@@ -55,8 +72,11 @@ impl Memory {
                 (base, len)
             }
         };
-        let past_caches = config.copies.past_caches;
-        let memory = Memory { base: base.cast(), mapped, page: config.page, pages, past_caches };
+        let copies = config.copies;
+        // Of the threads that copy, whoever calls is one.
+        let crew = Crew::new(copies.write_threads.max(copies.read_threads).saturating_sub(1));
+        let past_caches = copies.past_caches.is_some();
+        let memory = Memory { base: base.cast(), mapped, page: config.page, pages, copies, past_caches, crew };
         if let Err(error) = memory.bind(&config.numa_nodes) {
             let nodes: Vec<String> = config.numa_nodes.iter().map(u32::to_string).collect();
             let text = format!("dram_numa_nodes: memory can't be bound to {}: {error}", nodes.join(", "));
@@ -108,6 +128,33 @@ impl Memory {
         });
     }
 
+    /// What comes in stays in the caches, for it is read again at once.
+    pub fn keep_in_caches(&mut self) {
+        self.copies.past_caches = None;
+    }
+
+    /// Copies objects in: calls `fill` for each, by several threads where there are many bytes.
+    pub fn fill_all(&self, copied: Copied, fill: impl Fn(usize) + Sync) {
+        self.share(copied, self.copies.write_threads, fill);
+    }
+
+    /// Copies objects out: calls `read` for each, by several threads where there are many bytes, and says whether they are to be written past the
+    /// caches.
+    pub fn read_all(&self, copied: Copied, read: impl Fn(usize, bool) + Sync) {
+        let past_caches = self.reads_past_caches(copied.bytes);
+        self.share(copied, self.copies.read_threads, |at| read(at, past_caches));
+    }
+
+    /// Whether a call that reads so many bytes writes them past the caches.
+    pub fn reads_past_caches(&self, bytes: u64) -> bool {
+        self.past_caches && bytes >= READ_PAST_CACHES
+    }
+
+    fn share(&self, copied: Copied, most: usize, work: impl Fn(usize) + Sync) {
+        let worth = (copied.bytes / self.copies.worth.max(1)) as usize;
+        self.crew.share(copied.objects, most.min(worth), work);
+    }
+
     /// Number of pages.
     pub fn pages(&self) -> u32 {
         self.pages
@@ -140,21 +187,21 @@ impl Memory {
         for piece in pieces {
             let range = Range { offset: at, piece: *piece };
             // SAFETY: passed on to the caller.
-            unsafe { self.copy(extents, len, &range, true) };
+            unsafe { self.copy(extents, len, &range, true, false) };
             at += piece.len as u64;
         }
     }
 
-    /// Copies a range of an object out.
+    /// Copies a range of an object out, past the caches or not.
     ///
     /// # Safety
     /// The piece can be written and nobody else touches it; nobody writes the extents.
-    pub unsafe fn read(&self, extents: &[(u32, u32)], len: u64, range: &Range) {
+    pub unsafe fn read(&self, extents: &[(u32, u32)], len: u64, range: &Range, past_caches: bool) {
         // SAFETY: passed on to the caller.
-        unsafe { self.copy(extents, len, range, false) }
+        unsafe { self.copy(extents, len, range, false, past_caches) }
     }
 
-    unsafe fn copy(&self, extents: &[(u32, u32)], len: u64, range: &Range, inwards: bool) {
+    unsafe fn copy(&self, extents: &[(u32, u32)], len: u64, range: &Range, inwards: bool, past_caches: bool) {
         let mut skip = range.offset;
         let mut outside = range.piece;
         let mut left = len;
@@ -171,10 +218,10 @@ impl Memory {
             // SAFETY: the extents are pages of the mapping, the piece is the caller's, and the two never overlap: the mapping is ours.
             unsafe {
                 if inwards {
-                    bytes::copy(outside.base, inside, part, self.past_caches);
+                    let past_caches = self.copies.past_caches.is_some_and(|least| part >= least);
+                    bytes::copy(outside.base, inside, part, past_caches);
                 } else {
-                    // Who asked for the bytes is about to look at them.
-                    std::ptr::copy_nonoverlapping(inside, outside.base, part);
+                    bytes::copy(inside, outside.base, part, past_caches);
                 }
             }
             outside = Piece { base: outside.base.wrapping_add(part), len: outside.len - part };
@@ -318,7 +365,7 @@ mod tests {
             let mut out = vec![0; len];
             let range = Range { offset: offset as u64, piece: Piece { base: out.as_mut_ptr(), len } };
             // SAFETY: as above.
-            unsafe { memory.read(&extents, 13_000, &range) };
+            unsafe { memory.read(&extents, 13_000, &range, offset == 0) };
             assert!(out == bytes[offset..offset + len], "{offset}");
         }
     }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kvdock_plugin_api::{Call, Result};
 
-use super::{Tiers, spread};
+use super::Tiers;
 use crate::config::Role;
-use crate::local::memory::Extents;
+use crate::local::memory::{Copied, Extents};
 use crate::local::state::Hidden;
 use crate::object::{Put, Stored};
 use crate::segment::Item;
@@ -104,8 +104,7 @@ impl Tiers {
             }
             rest = rest.get(taken.len()..).unwrap_or_default();
             let bytes = taken.iter().filter_map(|(number, _)| puts.get(*number)).map(Put::len).sum();
-            let copies = &self.config.dram.copies;
-            spread(taken.len(), bytes, copies.write_threads, copies.worth, |at| {
+            self.memory.fill_all(Copied { objects: taken.len(), bytes }, |at| {
                 if let Some((number, extents)) = taken.get(at)
                     && let Some(put) = puts.get(*number)
                 {

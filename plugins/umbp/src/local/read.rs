@@ -6,10 +6,10 @@ use std::time::Duration;
 use kvdock_plugin_api::{Call, LogLevel, Result};
 use parking_lot::Mutex;
 
-use super::disk::{Place, Trouble, Wanted};
-use super::{Tiers, spread};
+use super::disk::{Place, Take, Trouble, Wanted};
+use super::{Tiers, bytes};
 use crate::config::Role;
-use crate::local::memory::Extents;
+use crate::local::memory::{Copied, Extents};
 use crate::object::{Got, Piece, Read};
 
 /// Where an object is read from.
@@ -30,6 +30,61 @@ struct Rest {
     again: Vec<usize>,
     /// Another one reads it.
     coming: Vec<usize>,
+}
+
+/// Ranges up to which each step of a value is looked through for them.
+const FEW_RANGES: usize = 8;
+
+/// Values on their way from the disk to where they were asked for.
+struct Values<'a> {
+    tiers: &'a Tiers,
+    /// What of each is wanted.
+    reads: Vec<Option<&'a Read>>,
+    outcomes: Vec<Mutex<Option<Trouble>>>,
+    past_caches: bool,
+}
+
+impl Values<'_> {
+    /// Copies what is wanted of bytes of a value that begin at `at`.
+    fn copy(&self, read: &Read, at: usize, bytes: &[u8]) {
+        for range in &read.ranges {
+            let (offset, end) = (range.offset as usize, range.offset as usize + range.piece.len);
+            let (from, to) = (at.max(offset), end.min(at + bytes.len()));
+            let Some(part) = bytes.get(from - at..to.saturating_sub(at)).filter(|part| !part.is_empty()) else {
+                continue;
+            };
+            let place = range.piece.base.wrapping_add(from - offset);
+            // SAFETY: the piece is the caller's to be written, the part ends within it, and the value lies in a buffer of ours.
+            unsafe { bytes::copy(part.as_ptr(), place, part.len(), self.past_caches) };
+        }
+    }
+}
+
+impl Take for Values<'_> {
+    fn step(&self, number: usize, at: usize, bytes: &[u8]) {
+        // While the checksum has them in the cache. A page whose checksum is wrong then has what it has: its status says so.
+        if let Some(Some(read)) =
+            self.reads.get(number).filter(|read| read.is_some_and(|read| read.ranges.len() <= FEW_RANGES))
+        {
+            self.copy(read, at, bytes);
+        }
+    }
+
+    fn end(&self, number: usize, value: Result<&[u8], Trouble>) {
+        let (Some(Some(read)), Some(outcome)) = (self.reads.get(number), self.outcomes.get(number)) else { return };
+        match value {
+            Ok(value) if value.len() as u64 == read.len => {
+                if read.ranges.len() > FEW_RANGES {
+                    self.copy(read, 0, value);
+                }
+                if self.tiers.config.promote {
+                    self.tiers.promote(&read.name, value);
+                }
+            }
+            Ok(value) => *outcome.lock() = Some(Trouble::Corrupt(format!("it has {} bytes", value.len()))),
+            Err(trouble) => *outcome.lock() = Some(trouble),
+        }
+    }
 }
 
 impl Tiers {
@@ -120,14 +175,14 @@ impl Tiers {
                 }
             }
         }
-        let copies = &self.config.dram.copies;
-        spread(in_memory.len(), bytes, copies.read_threads, copies.worth, |at| {
+        let copied = Copied { objects: in_memory.len(), bytes };
+        self.memory.read_all(copied, |at, past_caches| {
             if let Some((number, _, extents)) = in_memory.get(at)
                 && let Some(read) = reads.get(*number)
             {
                 for range in &read.ranges {
                     // SAFETY: the object is pinned, so nobody writes its pages; the pieces are the caller's promise.
-                    unsafe { self.memory.read(extents, read.len, range) };
+                    unsafe { self.memory.read(extents, read.len, range, past_caches) };
                 }
             }
         });
@@ -173,27 +228,15 @@ impl Tiers {
             .iter()
             .filter_map(|(number, _, place)| Some(Wanted { key: &reads.get(*number)?.name, place: place.clone() }))
             .collect();
-        let outcomes: Vec<Mutex<Option<Trouble>>> = on_disk.iter().map(|_| Mutex::default()).collect();
-        disk.read(&wanted, &|at, value| {
-            let Some((number, _, _)) = on_disk.get(at) else { return };
-            let (Some(read), Some(outcome)) = (reads.get(*number), outcomes.get(at)) else { return };
-            match value {
-                Ok(value) if value.len() as u64 == read.len => {
-                    for range in &read.ranges {
-                        let from = value.get(range.offset as usize..).and_then(|from| from.get(..range.piece.len));
-                        if let Some(from) = from {
-                            // SAFETY: the piece is the caller's to be written, and the value lies in a buffer of ours.
-                            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), range.piece.base, from.len()) };
-                        }
-                    }
-                    if self.config.promote {
-                        self.promote(&read.name, value);
-                    }
-                }
-                Ok(value) => *outcome.lock() = Some(Trouble::Corrupt(format!("it has {} bytes", value.len()))),
-                Err(trouble) => *outcome.lock() = Some(trouble),
-            }
-        });
+        let total = wanted.iter().map(|wanted| u64::from(wanted.place.at.value_len)).sum();
+        let values = Values {
+            tiers: self,
+            reads: on_disk.iter().map(|(number, ..)| reads.get(*number)).collect(),
+            outcomes: on_disk.iter().map(|_| Mutex::default()).collect(),
+            past_caches: self.memory.reads_past_caches(total),
+        };
+        disk.read(&wanted, &values);
+        let outcomes = values.outcomes;
         let mut again = Vec::new();
         let mut places = Vec::new();
         for ((number, slot, place), outcome) in on_disk.iter().zip(outcomes) {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::config::Copies;
 use crate::wire::master::EventBundle;
 
 fn pool(pages: u64) -> Pool {
@@ -29,7 +30,7 @@ fn read(pool: &Pool, name: &str) -> Option<Vec<u8>> {
     let pinned = pool.pin(name, None).ok()?;
     let mut bytes = vec![0; pinned.len as usize];
     // SAFETY: the vector is the test's.
-    unsafe { pinned.read(&Range { offset: 0, piece: Piece { base: bytes.as_mut_ptr(), len: bytes.len() } }) };
+    unsafe { pinned.read(&Range { offset: 0, piece: Piece { base: bytes.as_mut_ptr(), len: bytes.len() } }, false) };
     Some(bytes)
 }
 
@@ -117,7 +118,7 @@ fn what_is_removed_while_it_is_read_keeps_its_memory_until_then() {
     assert!(pool.take_spare(1, 1.0).is_none(), "both pages are in use");
     let mut old = [0; 4096];
     // SAFETY: the bytes are the test's.
-    unsafe { pinned.read(&Range { offset: 0, piece: Piece { base: old.as_mut_ptr(), len: old.len() } }) };
+    unsafe { pinned.read(&Range { offset: 0, piece: Piece { base: old.as_mut_ptr(), len: old.len() } }, false) };
     assert_eq!(old, [1; 4096]);
     drop(pinned);
     assert_eq!(read(&pool, "a").unwrap(), [2; 4096]);
