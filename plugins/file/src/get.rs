@@ -207,8 +207,10 @@ impl<'a> Reads<'a> {
     }
 }
 
-/// Bytes that one operation on a pack reads, about.
-const RUN_BYTES: u64 = 1 << 20;
+/// Bytes that one operation on a pack reads at most, and at least where pages lie side by side.
+const RUN_BYTES: (u64, u64) = (1 << 20, 128 << 10);
+/// Operations that a call is split into, as long as they are not too short: a disk is faster with several on their way.
+const RUNS: u64 = 8;
 
 impl Store {
     /// Reads the pages of a batch.
@@ -400,12 +402,14 @@ impl Store {
         jobs: &mut Vec<Job>,
     ) {
         let mut run_bytes = 0;
+        let total: u64 = packed.iter().map(|(_, place, _)| place.len).sum();
+        let most = (total / RUNS).clamp(RUN_BYTES.1, RUN_BYTES.0);
         let mut expected = None;
         for (number, (item, place, file)) in packed.iter().enumerate() {
             let start = full.len();
             let pieces = items.get(*item).map(|item| item.pieces.clone()).unwrap_or_default();
             full.extend_from_slice(list.get(pieces).unwrap_or_default());
-            let joins = expected == Some((*file, place.offset)) && run_bytes + place.len <= RUN_BYTES;
+            let joins = expected == Some((*file, place.offset)) && run_bytes + place.len <= most;
             match jobs.last_mut() {
                 Some(Job::Run { items, pieces, .. }) if joins => {
                     items.end = number + 1;
