@@ -152,6 +152,7 @@ fn a_second_turn_comes_from_storage(name: &'static str) {
     for other in 0..3 {
         rig.run(&format!("other {other}"), &family.ids(&format!("other {other}"), PAGES * page + 1), 1, None);
     }
+    rig.wait_written();
     let third = rig.run("third", &turn, NEW, None);
     assert!(third.cached() >= family.tokens((history.len() - 1) / page), "{name}: {}", third.cached());
     reference.must_equal(&third.rows, &format!("{name}, a second turn after others"));

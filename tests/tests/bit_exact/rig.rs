@@ -343,6 +343,17 @@ impl Rig {
         }
     }
 
+    /// Waits until nothing waits to be stored: until then it holds host pages, and what is in storage may find no room.
+    pub fn wait_written(&self) {
+        let handle = self.engine.handle();
+        let counters = handle.cache_counters();
+        let deadline = std::time::Instant::now() + Duration::from_secs(30);
+        while counters.snapshot().backup_pending_pages > 0 {
+            assert!(std::time::Instant::now() < deadline, "{} pages wait", counters.snapshot().backup_pending_pages);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Empties the device tier; the host keeps its pages, once all of them are there.
     pub fn empty_device(&self) {
         let handle = self.engine.handle();
