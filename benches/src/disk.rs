@@ -219,7 +219,12 @@ impl Sides {
 /// When a file can't be opened or synced.
 pub fn drop_from_page_cache(folder: &Path) -> Result<()> {
     for path in storage::files(folder) {
-        let file = std::fs::File::open(&path).with_context(|| format!("can't open {}", path.display()))?;
+        let file = match std::fs::File::open(&path) {
+            Ok(file) => file,
+            // What a store keeps beside its pages may go at any time.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error).with_context(|| format!("can't open {}", path.display())),
+        };
         // Pages that are not on the disk yet would stay.
         file.sync_data().with_context(|| format!("can't sync {}", path.display()))?;
         rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)
