@@ -137,15 +137,23 @@ impl<T: NibbleFormat> Tiles<'_, T> {
         let mut sums = [s.splat(0.0); R];
         // SAFETY: `x` has all blocks of the group, `weights` all of the tile, `products` room for each pair.
         unsafe {
+            let multiply = |b: usize| {
+                let pair = products.add(b % PAIRS * 2 * TILE);
+                session.multiply_pair(x.add(b * FLOATS).cast(), weights.add(b * WEIGHTS).cast(), pair.cast());
+                pair.cast::<u32>()
+            };
+            let mut next = multiply(0);
             for b in 0..blocks {
+                let pair = next;
+                if b + 1 < blocks {
+                    next = multiply(b + 1);
+                }
                 let x = x.add(b * FLOATS);
                 let weights = weights.add(b * WEIGHTS);
-                let pair = products.add(b % PAIRS * 2 * TILE).cast::<i32>();
-                session.multiply_pair(x.cast(), weights.cast(), pair);
                 let (factor, summand) = (s.load(weights.add(TILE)), s.load(weights.add(TILE + LANES)));
                 for r in 0..R {
-                    let upper = s.load_u32(pair.add(r * LANES).cast());
-                    let lower = s.load_u32(pair.add(TILE + r * LANES).cast());
+                    let upper = s.load_u32(pair.add(r * LANES));
+                    let lower = s.load_u32(pair.add(TILE + r * LANES));
                     let product = s.to_float(s.add_int(s.shift_left(upper, 12), lower));
                     let (scale, sum) = (*x.add(TileLayout::SCALES + r), *x.add(TileLayout::SCALES + GROUP + r));
                     sums[r] = s.fma(product, s.mul(factor, s.splat(scale)), sums[r]);
