@@ -56,6 +56,7 @@ impl Tiers {
     /// nothing could be freed.
     pub(super) fn free_some(&self, pages: u32) -> bool {
         let (mut freed, mut out, mut bytes) = (0, Vec::new(), 0);
+        let mut serials = Vec::new();
         {
             let mut state = self.state.write();
             let before = state.pages.used();
@@ -68,6 +69,7 @@ impl Tiers {
                     let Some(entry) = state.get(slot) else { continue };
                     if entry.disk.is_none() && self.disk.is_some() {
                         bytes += entry.len;
+                        serials.push(entry.serial);
                         out.push(slot);
                         freed += self.memory.pages_for(entry.len) as u32;
                     } else {
@@ -92,8 +94,10 @@ impl Tiers {
         let _ = self.write_out(&out);
         let mut state = self.state.write();
         let before = state.pages.used();
-        for slot in out {
-            let lost = state.get(slot).is_some_and(|entry| entry.disk.is_none());
+        for (slot, serial) in out.into_iter().zip(serials) {
+            // It may have been removed while it was written, and another object have its slot, which nobody has written out.
+            let Some(entry) = state.get(slot).filter(|entry| entry.serial == serial) else { continue };
+            let lost = entry.disk.is_none();
             if state.drop_memory(slot) {
                 let count = if lost { &self.evicted } else { &self.demoted };
                 count.fetch_add(1, Ordering::Relaxed);

@@ -28,8 +28,8 @@ pub struct Entry {
     pub coming: bool,
     /// It was removed, and stays for those who have it pinned.
     gone: bool,
-    /// Tells it from others that had its slot before.
-    serial: u64,
+    /// Tells it from others that had its slot before, or have it after it.
+    pub serial: u64,
 }
 
 /// An object that nobody finds yet.

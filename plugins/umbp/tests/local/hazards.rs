@@ -1,4 +1,22 @@
 //! What other implementations get wrong: the numbers are those of the hazards in the reference.
+//!
+//! | hazard | test |
+//! | --- | --- |
+//! | H1 puts fail after a clear | `h01_puts_work_after_a_clear`; `h01_a_clear_reaches_every_node_and_puts_after_it_work` (distributed) |
+//! | H2 segments are asked for and not served | `h02_segments_that_are_on_are_served_and_a_folder_that_can_not_be_used_is_an_error` |
+//! | H3 roles are ignored | `h03_a_follower_says_of_nothing_that_it_is_stored_which_is_not` |
+//! | H4 what is on disk is lost by a start | `h04_what_was_stored_is_served_after_a_restart`; `h04_a_node_that_is_started_again_has_what_its_segments_hold` (distributed) |
+//! | H5 segments are never reclaimed | `h05_files_stay_within_the_capacity` |
+//! | H6 puts fail silently where a staging area is full | `h06_batches_and_values_larger_than_memory_are_stored`, `a_disk_that_can_not_be_written_is_no_silent_success` |
+//! | H7 a value larger than a segment | `h07_a_value_larger_than_a_segment_has_one_to_itself` |
+//! | H8 a torn record hides later ones | `h08_a_torn_record_hides_nothing_that_comes_later` |
+//! | H9 memory of the process in padding | `h09_padding_is_zero` |
+//! | H10 a key twice in a batch | `h10_a_key_that_comes_twice_is_stored_both_times` |
+//! | H11 reports without a master fail | `h11_reports_without_a_master_are_no_error` (standalone) |
+//! | H12 evicted pages are lost without a master | `h12_what_leaves_memory_is_on_disk_without_a_master`; `h12_pages_that_the_master_evicts_go_to_segments` (distributed) |
+//! | H13 writers overlap | `h13_writers_at_the_same_time_do_not_overlap` |
+//! | H14 a follower lists the directory at each miss | `h14_misses_of_a_follower_do_not_list_the_directory_each_time` |
+//! | H15 calls without a deadline | `h15_a_server_that_stands_still_keeps_no_question_waiting_for_ever` (standalone), `a_master_that_stands_still_keeps_no_question_waiting_for_ever` (distributed) |
 
 use std::mem::MaybeUninit;
 use std::os::unix::fs::FileExt;
@@ -30,6 +48,28 @@ fn h01_puts_work_after_a_clear() {
             assert_eq!(bench.count(&numbers(0..10)), 10);
         }
     }
+}
+
+#[test]
+fn h02_segments_that_are_on_are_served_and_a_folder_that_can_not_be_used_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    // More than memory takes. Nothing says that there are segments: that is the default.
+    let all = numbers(0..300);
+    let bench = Bench::new(&settings(dir.path(), json!({})), pool(50, 8192));
+    bench.store(&all);
+    assert!(disk_bytes(dir.path()) >= 8192 * 300 - (1 << 20), "{} bytes of files", disk_bytes(dir.path()));
+    assert_eq!(bench.count(&all), all.len());
+    bench.store.close().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "no folder").unwrap();
+    let pages = pool(50, 8192);
+    for more in [json!({}), json!({"ssd_enabled": true})] {
+        let (_host, store) = try_attach(&settings(&file, more), &identity("model"), &[&pages]);
+        let error = store.expect_err("there can be no segments");
+        assert!(error.message.contains("ssd_storage_dir") || error.message.contains("file"), "{error}");
+    }
+    let (_host, store) = try_attach(&settings(&file, json!({"ssd_enabled": false})), &identity("model"), &[&pages]);
+    store.expect("memory alone needs no folder");
 }
 
 #[test]

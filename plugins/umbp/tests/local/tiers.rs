@@ -147,6 +147,31 @@ fn a_corrupt_record_is_noticed_and_can_be_stored_again() {
     assert_eq!(bench.count(&[1, 2]), 2);
 }
 
+/// A page went when the one that had its place before was written out and had been removed meanwhile.
+#[test]
+fn a_page_was_lost_that_took_the_place_of_one_that_was_removed_while_it_was_written_out() {
+    let dir = tempfile::tempdir().unwrap();
+    // Memory is always full, so that pages are written out all the time.
+    let config = settings(dir.path(), json!({"dram_capacity_bytes": 20 * 8192}));
+    std::thread::scope(|scope| {
+        for worker in 0..4u64 {
+            let config = &config;
+            // They share one store.
+            scope.spawn(move || {
+                let bench = Bench::new(config, pool(4, 6000));
+                for round in 0..400u64 {
+                    let first = worker * 1000 + round % 10 * 4;
+                    let batch = numbers(first..first + 4);
+                    bench.store(&batch);
+                    bench.remove(&batch[..3]).result.unwrap();
+                    bench.store(&batch[1..3]);
+                    assert_eq!(bench.count(&batch[1..]), 3, "round {round}: pages are lost\n{}", bench.logs());
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn several_directories_fill_evenly() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
