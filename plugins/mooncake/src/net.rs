@@ -85,6 +85,17 @@ pub fn keep_alive(stream: &TcpStream, after: Duration) -> io::Result<()> {
     Ok(())
 }
 
+/// Has the system say that bytes have come only when there are so many, or when no more come. Where it can't, it says so of each byte.
+pub fn set_low_water(stream: &TcpStream, bytes: u64) {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX).max(1);
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the value is an integer as this option takes it, and lives through the call.
+    let _ = unsafe {
+        let value = (&raw const bytes).cast();
+        libc::setsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, len)
+    };
+}
+
 /// Whether nobody listens at a port of a host, as each of its addresses says. One that does not answer says nothing.
 pub fn is_refused(host: &str, port: u16, most: Duration) -> bool {
     let Ok(addresses) = (host, port).to_socket_addrs() else { return false };

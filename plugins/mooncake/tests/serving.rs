@@ -96,6 +96,46 @@ fn both_versions_of_the_protocol_move_bytes_in_pieces() {
 }
 
 #[test]
+fn ranges_that_lie_side_by_side_are_moved_also_where_the_peer_has_them_in_two_buffers() {
+    const PAGE: u64 = 20_000;
+    for buffers in [1, 2] {
+        let segment = Segment::new(2);
+        let (base, name) = (segment.memory.base(), segment.endpoint());
+        let half = LEN / buffers;
+        let range = |number| Range { addr: base + number * half, length: half, name: name.clone(), ..Range::default() };
+        let ranges = (0..buffers).map(range).collect();
+        segment.server.describe(Descriptor::tcp(&name, "127.0.0.1", segment.server.data_port(), ranges));
+        let peers = Peers::new(Metadata::Peer, 4);
+        // Neighbours around the middle, in another order than their addresses; one ends at the border.
+        let addresses = [3, 0, 2, 1, 4, 9].map(|at| base + LEN / 2 - 2 * PAGE + at * PAGE);
+        let limit = Limit::within(Duration::from_secs(20));
+        let run = |operation, pages: &mut [Vec<u8>]| {
+            let pieces: Vec<[libc::iovec; 2]> = pages
+                .iter_mut()
+                .map(|page| {
+                    let (head, tail) = page.split_at_mut(777);
+                    [head, tail].map(|part| libc::iovec { iov_base: part.as_mut_ptr().cast(), iov_len: part.len() })
+                })
+                .collect();
+            let jobs: Vec<Job<'_>> = addresses
+                .iter()
+                .zip(&pieces)
+                .map(|(address, pieces)| Job { peer: peers.get(&name), address: *address, len: PAGE, pieces })
+                .collect();
+            // SAFETY: the pieces are parts of `pages`, which is borrowed for the call.
+            let moved = unsafe { transfer(&peers, operation, &jobs, &limit) };
+            assert_eq!(moved, vec![Outcome::Moved; jobs.len()], "{buffers} buffers");
+        };
+        let page = |number: usize| (0..PAGE as usize).map(|at| (at * 13 + number * 101 + at / 255) as u8).collect();
+        let mut pages: Vec<Vec<u8>> = (0..addresses.len()).map(page).collect();
+        run(Operation::Write, &mut pages);
+        let mut back = vec![vec![0; PAGE as usize]; addresses.len()];
+        run(Operation::Read, &mut back);
+        assert!(back == pages, "{buffers} buffers");
+    }
+}
+
+#[test]
 fn requests_may_be_pipelined_and_cut_anywhere() {
     let segment = Segment::new(2);
     let base = segment.memory.base();

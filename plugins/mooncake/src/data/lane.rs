@@ -14,6 +14,9 @@ use super::frame::{HEADER, Header, Operation, STATUS, STATUS_OK, STATUS_REJECTED
 use super::peer::Peer;
 use crate::net::{self, MAX_PIECES};
 
+/// Bytes that are worth a look: fewer are left with the system until there are more, or no more are to come. Each time that somebody is woken costs both sides as
+/// much as some ten thousand bytes.
+const WORTH: u64 = 64 << 10;
 /// Bytes that one turn of a lane moves each way at most, so that lanes go forward together.
 const TURN: usize = 4 << 20;
 
@@ -48,6 +51,10 @@ impl Pieces {
             self.at += 1;
         }
     }
+}
+
+fn bytes_of(pieces: &[libc::iovec]) -> usize {
+    pieces.iter().map(|piece| piece.iov_len).sum()
 }
 
 /// One range on a lane.
@@ -92,6 +99,10 @@ pub struct Lane {
     // What the pieces point at besides payload; neither moves while the lane lives.
     headers: Box<[[u8; HEADER]]>,
     statuses: Box<[AtomicU64]>,
+    /// Bytes that have to be there before the system says so.
+    low_water: u64,
+    /// There is something to do on it, or to look for.
+    pub is_due: bool,
     /// When bytes moved last.
     pub progress: Instant,
     /// Why it can't go on.
@@ -150,7 +161,7 @@ impl Lane {
             }
             slots.push(Slot { job: load.job, sent_end, answer: begin..answer_end });
         }
-        Lane {
+        let mut lane = Lane {
             peer,
             stream,
             out,
@@ -162,9 +173,24 @@ impl Lane {
             with_status,
             headers,
             statuses,
+            // Of the call before nobody knows.
+            low_water: 0,
+            is_due: true,
             progress: Instant::now(),
             broken: None,
             refused: false,
+        };
+        lane.set_low_water();
+        lane
+    }
+
+    /// The system is to wait for as much as is worth it, and never for more than comes.
+    fn set_low_water(&mut self) {
+        let end = self.slots.last().map_or(0, |slot| slot.answer.end);
+        let wanted = end.saturating_sub(self.received).clamp(1, WORTH);
+        if wanted != self.low_water {
+            self.low_water = wanted;
+            net::set_low_water(&self.stream, wanted);
         }
     }
 
@@ -179,29 +205,36 @@ impl Lane {
         PollFd::from_borrowed_fd(self.stream.as_fd(), flags)
     }
 
-    /// Moves what can be moved now. Says whether anything was, and tells of each range that has ended.
-    pub fn step(&mut self, mut ended: impl FnMut(usize, Ended)) -> bool {
+    /// Moves what can be moved now, where something is due, and tells of each range that has ended.
+    pub fn step(&mut self, mut ended: impl FnMut(usize, Ended)) {
+        if !std::mem::take(&mut self.is_due) || self.is_over() {
+            return;
+        }
         let (sent, received) = (self.sent, self.received);
         self.send();
-        if self.broken.is_none() {
+        // What was sent just now is not answered yet.
+        if self.broken.is_none() && self.sent == sent {
             self.receive();
         }
         self.settle(&mut ended);
-        let moved = sent != self.sent || received != self.received;
-        if moved {
+        if sent != self.sent || received != self.received {
             self.progress = Instant::now();
         }
-        moved
     }
 
     fn send(&mut self) {
         let stop = self.sent + TURN as u64;
         while !self.out.is_empty() && self.sent < stop {
+            let front = self.out.front();
             // SAFETY: the pieces are headers of this lane and payload that may be read while the lane lives.
-            match unsafe { net::send_pieces(&self.stream, self.out.front()) } {
+            match unsafe { net::send_pieces(&self.stream, front) } {
                 Ok(sent) => {
+                    let took_all = sent == bytes_of(front);
                     self.sent += sent as u64;
                     self.out.advance(sent);
+                    if !took_all {
+                        return;
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -218,22 +251,28 @@ impl Lane {
     fn receive(&mut self) {
         let stop = self.received + TURN as u64;
         while !self.answers.is_empty() && self.received < stop {
+            let front = self.answers.front();
             // SAFETY: the pieces are statuses of this lane, which are atomics, and payload that is this lane's to write while it lives.
-            match unsafe { net::receive_pieces(&self.stream, self.answers.front()) } {
+            match unsafe { net::receive_pieces(&self.stream, front) } {
                 Ok(0) => return self.fail("the peer closed the connection".to_owned()),
                 Ok(received) => {
+                    let was_all = received < bytes_of(front);
                     self.received += received as u64;
                     self.answers.advance(received);
                     if self.has_bad_status() {
                         // What follows it means nothing.
                         return;
                     }
+                    if was_all {
+                        break;
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return self.fail(format!("receiving failed: {error}")),
             }
         }
+        self.set_low_water();
     }
 
     fn fail(&mut self, why: String) {

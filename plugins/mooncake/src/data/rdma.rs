@@ -9,8 +9,9 @@ use kvdock_rdma::{Deadline, Description, Exchange, RdmaError, Registration, Tran
 use parking_lot::Mutex;
 
 use super::frame::Operation;
+use super::join::over_tcp;
 use super::peer::Peers;
-use super::transfer::{Job, Outcome, over_tcp};
+use super::transfer::{Job, Outcome};
 use crate::limit::{Limit, Stop};
 use crate::metadata::{Metadata, handshake};
 

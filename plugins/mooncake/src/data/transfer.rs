@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::frame::Operation;
+use super::join;
 use super::lane::{Ended, Lane, Load};
 use super::peer::{Peer, Peers};
 use crate::limit::{Limit, Stop};
@@ -66,7 +67,7 @@ pub unsafe fn transfer(peers: &Peers, operation: Operation, jobs: &[Job<'_>], li
         // SAFETY: the caller's promise.
         Some(rdma) => unsafe { rdma.transfer(peers, operation, jobs, limit) },
         // SAFETY: as above.
-        None => unsafe { over_tcp(peers, operation, jobs, limit) },
+        None => unsafe { join::over_tcp(peers, operation, jobs, limit) },
     };
     for (job, _) in jobs.iter().zip(&outcomes).filter(|(_, outcome)| **outcome == Outcome::Moved) {
         job.peer.saw(job.address);
@@ -74,11 +75,11 @@ pub unsafe fn transfer(peers: &Peers, operation: Operation, jobs: &[Job<'_>], li
     outcomes
 }
 
-/// Moves the jobs over TCP.
+/// Moves the jobs over TCP, each by a request of its own.
 ///
 /// # Safety
 /// As [`transfer`].
-pub(super) unsafe fn over_tcp(
+pub(super) unsafe fn over_lanes(
     peers: &Peers,
     operation: Operation,
     jobs: &[Job<'_>],
@@ -197,14 +198,10 @@ fn open_lanes(
 fn run(mut lanes: Vec<Lane>, limit: &Limit<'_>, outcomes: &mut [Option<Outcome>], last: bool) -> Vec<usize> {
     let mut again = Vec::new();
     let stop = loop {
-        let mut moved = false;
         for lane in &mut lanes {
-            if lane.is_over() {
-                continue;
-            }
-            moved |= lane.step(|job, how| settle(outcomes, &mut again, job, how, "", last));
+            lane.step(|job, how| settle(outcomes, &mut again, job, how, "", last));
             if lane.progress.elapsed() > PROGRESS {
-                lane.broken = Some(format!("it moved nothing for {} s", PROGRESS.as_secs()));
+                lane.broken.get_or_insert_with(|| format!("it moved nothing for {} s", PROGRESS.as_secs()));
             }
         }
         let mut at = 0;
@@ -214,12 +211,6 @@ fn run(mut lanes: Vec<Lane>, limit: &Limit<'_>, outcomes: &mut [Option<Outcome>]
         if lanes.is_empty() {
             return again;
         }
-        if moved {
-            if let Err(stop) = limit.left() {
-                break stop;
-            }
-            continue;
-        }
         let time = match limit.slice() {
             Ok(time) => time.min(Duration::from_secs(1)),
             Err(stop) => break stop,
@@ -227,6 +218,10 @@ fn run(mut lanes: Vec<Lane>, limit: &Limit<'_>, outcomes: &mut [Option<Outcome>]
         let mut fds: Vec<_> = lanes.iter().map(Lane::poll_fd).collect();
         // What is wrong with a descriptor shows when it is used.
         let _ = net::wait(&mut fds, time);
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        // When the time is over each has a look, whatever it waits for.
+        let none = !ready.contains(&true);
+        lanes.iter_mut().zip(ready).for_each(|(lane, ready)| lane.is_due = ready || none);
     };
     for lane in lanes {
         let silent = lane.progress.elapsed();
