@@ -11,7 +11,7 @@
 //! | M07 | `m07_an_indexer_shares_the_page_indices_of_its_pool` |
 //! | M08 | `m08_a_pool_that_can_not_be_served_is_refused_by_name` |
 //! | M09 | `m09_a_window_is_loaded_without_its_anchor`; slots are translated by the host, which passes pages |
-//! | M10 | none: mapping a window to its sequence, and freeing it on abort, is the host's |
+//! | M10 | `m10_a_window_is_filled_when_its_load_has_finished_and_let_alone_when_it_is_aborted`; mapping it to its sequence, and freeing it, is the host's |
 //! | M11 | `m11_what_vanished_after_the_lookup_fails_alone`, `m11_an_object_of_another_length_is_corrupt`, `m11_an_owner_that_is_gone_fails_its_pages_alone`. There a bad page fails the batch; here it fails by itself |
 //! | M12 | `m12_a_rank_that_does_not_write_reports_success_without_storing` |
 //! | M13 | `m13_suffixes_name_the_ranks` |
@@ -326,6 +326,25 @@ fn m09_a_window_is_loaded_without_its_anchor() {
     offload(&linker, 1, &[(&window, &[3, 4]), (&kv, &[1, 2, 3, 4])]);
     assert!(all_ok(&load(&linker, 1, &[Part::new(&window, &keys(&[3, 4]), &pages(10, 2))])));
     assert!(window.holds(10, 3) && window.holds(11, 4));
+}
+
+#[test]
+fn m10_a_window_is_filled_when_its_load_has_finished_and_let_alone_when_it_is_aborted() {
+    let master = Master::start(&[]);
+    let kv = pool(16, 256);
+    let window = MockPool::new(spec(1, "swa", &[40], Vec::new()).trailing(2));
+    let (_host, store) = open(&master, &identity("m10"), &[&kv, &window]);
+    let linker = store.linker().unwrap();
+    offload(&linker, 1, &[(&window, &[3, 4]), (&kv, &[1, 2, 3, 4])]);
+    let part = |from| [Part::new(&window, &keys(&[3, 4]), &pages(from, 2))];
+    blank(&window, 8, 4);
+    // One request is aborted before the step that would load it, another one is loaded by it.
+    queue(&linker, 5, &part(8));
+    linker.cancel(5).unwrap();
+    assert!(all_ok(&load(&linker, 6, &part(10))));
+    assert!(window.holds(10, 3) && window.holds(11, 4), "the window holds the end of the prefix");
+    let untouched = |page| window.read(page).iter().all(|byte| *byte == 0xee);
+    assert!(untouched(8) && untouched(9), "pages of an aborted request may belong to somebody else");
 }
 
 #[test]

@@ -31,6 +31,8 @@ pub(super) struct Item<'a> {
     pub len: u64,
     /// It stands for a page without bytes.
     pub marker: bool,
+    /// It ends in the host's seal, by which the host knows its bytes again.
+    pub sealed: bool,
     status: Cell<PageStatus>,
 }
 
@@ -183,6 +185,7 @@ impl Store {
                 name: self.names.object(&object.label, key),
                 len: object.len,
                 marker: shape.logical,
+                sealed: shape.is_sealed(),
                 status: Cell::new(PageStatus::Unset),
             });
             let Some(plan) = plans.get(at) else { continue };

@@ -85,6 +85,11 @@ impl PoolShape {
         PoolShape { objects: objects.into(), logical: pool.is_logical(), read_only, pool: pool.clone() }
     }
 
+    /// Whether its pages carry a seal, by which the host knows them again.
+    pub fn is_sealed(&self) -> bool {
+        self.pool.seal_segment().is_some()
+    }
+
     /// For each object the spans of each step.
     pub fn plans(&self, want: &Want) -> Vec<Vec<Vec<SpanPlan>>> {
         self.objects.iter().map(|object| self.plan(object, want)).collect()

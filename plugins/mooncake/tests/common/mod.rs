@@ -31,6 +31,11 @@ pub fn pool(pages: u64, bytes: u64) -> MockPool {
     MockPool::new(PoolSpec::bytes(0, "kv", pages, &[half, bytes - 32 - half]).with_seal(32))
 }
 
+/// A pool of pages without a seal: what the plugin says of them is all that there is.
+pub fn bare(pages: u64, bytes: u64) -> MockPool {
+    MockPool::new(PoolSpec::bytes(0, "kv", pages, &[bytes / 2, bytes - bytes / 2]))
+}
+
 pub fn keys(numbers: &[u64]) -> Vec<PageKey> {
     numbers.iter().map(|number| key(*number)).collect()
 }
