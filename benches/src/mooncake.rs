@@ -22,6 +22,8 @@ const SIZES: [(u64, &str, f64, usize); 3] =
 const LARGE: (u64, &str, f64) = (4 << 20, "4 MiB", 0.8);
 /// Keys of an exists call.
 const KEYS: u64 = 128;
+/// Bytes of an object that are the host's seal.
+const SEAL: u64 = 512;
 /// Exists calls in one sample.
 const CALLS: usize = 50;
 
@@ -46,7 +48,9 @@ impl Client {
     fn attach(config: &str, model: &str, pages: u64, bytes: u64) -> Result<Client> {
         let library = kvdock_tests::paths::build().join("libkvdock_plugin_mooncake.so");
         let (table, host) = (load(&library)?, MockHost::new());
-        let pool = MockPool::new(PoolSpec::bytes(0, "kv", pages, &[bytes / 2, bytes - bytes / 2]));
+        // As the server has its pages: keys, values, and a seal.
+        let half = (bytes - SEAL) / 2;
+        let pool = MockPool::new(PoolSpec::bytes(0, "kv", pages, &[half, bytes - SEAL - half]).with_seal(SEAL));
         let store = host.attach(table, config, &identity(model), &[&pool]).map_err(|error| anyhow!("{error}"))?;
         (0..pages).for_each(|page| pool.fill(page as u32, page));
         Ok(Client { store, pool, _host: host })
