@@ -12,7 +12,8 @@ use parking_lot::RwLock;
 
 use super::key_groups::copy_group;
 use super::memory::Region;
-use super::simd::{LANES, Lanes};
+use super::prefault::Prefault;
+use super::simd::{LANES, Lanes, prefetch};
 use crate::error::KernelError;
 use crate::kv::{HostPage, KvDtype, KvPool, KvSpec};
 
@@ -70,8 +71,13 @@ macro_rules! with_kv_element {
 }
 pub(super) use with_kv_element;
 
+/// Bytes of a pool that get memory right after it is made: its first pages, in all layers. Pools of less than an eighth of that do without.
+const PREFAULT_BYTES: usize = 128 << 20;
+
 /// Keys and values in memory of this process.
 pub(super) struct CpuKvPool {
+    /// Goes before the regions do.
+    _prefault: Option<Prefault>,
     spec: KvSpec,
     keys: Region,
     values: Region,
@@ -84,12 +90,12 @@ pub(super) struct CpuKvPool {
 impl CpuKvPool {
     pub(super) fn new(spec: KvSpec) -> Result<Self, KernelError> {
         let (key_bytes, value_bytes) = spec.checked_bytes()?;
-        Ok(Self {
-            spec,
-            keys: Region::zeroed(key_bytes, "the keys of a KV pool")?,
-            values: Region::zeroed(value_bytes, "the values of a KV pool")?,
-            in_use: RwLock::new(()),
-        })
+        let keys = Region::zeroed(key_bytes, "the keys of a KV pool")?;
+        let values = Region::zeroed(value_bytes, "the values of a KV pool")?;
+        let large = key_bytes + value_bytes >= PREFAULT_BYTES / 8;
+        // SAFETY: the regions go after what is made here.
+        let prefault = large.then(|| unsafe { Prefault::start(first_pages(&spec, &keys, &values)) });
+        Ok(Self { _prefault: prefault, spec, keys, values, in_use: RwLock::new(()) })
     }
 
     /// Whether keys lie in groups of 16 tokens.
@@ -175,6 +181,18 @@ impl CpuKvPool {
     /// element.
     unsafe fn copy<W: Copy, const OUT: bool>(&self, page: u32, layer: usize, host: &HostPage) {
         let KvSpec { head_dim_k: dk, head_dim_v: dv, page_tokens, .. } = self.spec;
+        if !OUT && layer + 1 < self.spec.layers {
+            // Rows of a page lie apart on the host, and layers in the pool, so the processor does not foresee what comes next.
+            for head in 0..self.spec.kv_heads {
+                let host_k = host.k.wrapping_add((layer + 1) * host.k_layer_stride + head * host.k_head_stride);
+                let host_v = host.v.wrapping_add((layer + 1) * host.v_layer_stride + head * host.v_head_stride);
+                for token in 0..page_tokens {
+                    let (k, v) = (token * host.k_token_stride, token * host.v_token_stride);
+                    (0..dk * size_of::<W>()).step_by(64).for_each(|at| prefetch(host_k, k + at));
+                    (0..dv * size_of::<W>()).step_by(64).for_each(|at| prefetch(host_v, v + at));
+                }
+            }
+        }
         for head in 0..self.spec.kv_heads {
             let block = self.block(layer, page, head);
             let keys = self.keys.as_ptr().cast::<W>().wrapping_add(block * page_tokens * dk);
@@ -197,6 +215,15 @@ impl CpuKvPool {
             }
         }
     }
+}
+
+/// Where the first pages lie, layer by layer.
+fn first_pages<'a>(spec: &KvSpec, keys: &'a Region, values: &'a Region) -> Vec<(&'a Region, std::ops::Range<usize>)> {
+    let pages = (PREFAULT_BYTES / spec.page_bytes().max(1)).min(spec.pages);
+    let sides = [(keys, keys.len() / spec.layers), (values, values.len() / spec.layers)];
+    let of_layer =
+        |layer: usize| sides.map(|(region, bytes)| (region, layer * bytes..layer * bytes + bytes / spec.pages * pages));
+    (0..spec.layers).flat_map(of_layer).collect()
 }
 
 /// Copies `tokens` rows of `dim` elements that lie in a row in the pool.

@@ -20,6 +20,7 @@ mod memory;
 mod norm;
 mod packed;
 pub(crate) mod plan;
+mod prefault;
 mod rope_table;
 mod shared;
 mod simd;

@@ -86,6 +86,10 @@ impl<'a> Batch<'a> for Reads<'a> {
         })
     }
 
+    fn only_reads(&self) -> bool {
+        true
+    }
+
     fn done(&self, index: usize, result: io::Result<usize>) {
         match (self.jobs.get(index), result) {
             (Some(Job::File { item, trailer, .. }), result) => {

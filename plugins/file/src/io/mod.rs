@@ -70,7 +70,14 @@ pub trait Batch<'a>: Sync {
     fn start(&self, index: usize) -> Option<Op<'a>>;
     /// Operation `index` is done. Its memory is not touched any more.
     fn done(&self, index: usize, result: io::Result<usize>);
+    /// Whether all operations read, and may be made ready a second time.
+    fn only_reads(&self) -> bool {
+        false
+    }
 }
+
+/// Reads of a batch up to which the thread that calls tries first what the page cache has: waking others takes longer than to copy so little.
+const INLINE_READS: usize = 4;
 
 /// What runs batches.
 #[derive(Debug)]
@@ -85,11 +92,15 @@ impl Engine {
     /// Runs a batch to its end. Relative paths start at `folder`.
     pub fn run<'a>(&self, folder: BorrowedFd<'_>, batch: &dyn Batch<'a>) {
         match self {
-            Engine::Threads(threads) => threads.run(batch.len(), &|index| {
-                if let Some(op) = batch.start(index) {
-                    batch.done(index, execute(folder, &op));
-                }
-            }),
+            Engine::Threads(threads) => {
+                let few = batch.only_reads() && batch.len() <= INLINE_READS;
+                let first = if few { read_cached(folder, batch) } else { 0 };
+                threads.run(batch.len() - first, &|index| {
+                    if let Some(op) = batch.start(first + index) {
+                        batch.done(first + index, execute(folder, &op));
+                    }
+                });
+            }
             Engine::Uring(uring) => uring.run(folder, batch),
         }
     }
@@ -110,6 +121,29 @@ const WRITE_FLAGS: OFlags =
     OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::EXCL).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
 /// Permissions of new files; the process's umask narrows them.
 pub const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
+
+/// Reads what the page cache has, operation by operation, up to the first one that would wait for the disk. Gives how many are done.
+fn read_cached<'a>(folder: BorrowedFd<'_>, batch: &dyn Batch<'a>) -> usize {
+    for index in 0..batch.len() {
+        let result = match batch.start(index) {
+            None => continue,
+            Some(Op::ReadFile { path, offset, pieces }) => {
+                rustix::fs::openat(folder, path.as_cstr(), READ_FLAGS, Mode::empty())
+                    .map_err(io::Error::from)
+                    .and_then(|file| read_now(file.as_fd(), offset, pieces))
+            }
+            Some(Op::ReadAt { file, offset, pieces }) => read_now(file, offset, pieces),
+            Some(Op::WriteFile { .. } | Op::WriteAt { .. } | Op::Sync { .. }) => return index,
+        };
+        match result {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                return index;
+            }
+            result => batch.done(index, result),
+        }
+    }
+    batch.len()
+}
 
 /// Runs one operation on the calling thread.
 pub fn execute(folder: BorrowedFd<'_>, op: &Op<'_>) -> io::Result<usize> {
@@ -230,6 +264,15 @@ fn read_at(file: BorrowedFd<'_>, offset: u64, pieces: Pieces) -> io::Result<usiz
     })
 }
 
+/// As `read_at`, but rather than wait for the disk it fails with `EAGAIN`, with some of the pieces written.
+fn read_now(file: BorrowedFd<'_>, offset: u64, pieces: Pieces) -> io::Result<usize> {
+    whole(pieces, offset, |list, at| {
+        let (file, count) = (file.as_raw_fd(), list.len() as libc::c_int);
+        // SAFETY: as in `read_at`.
+        outcome(unsafe { libc::preadv2(file, list.as_ptr(), count, at as libc::off_t, libc::RWF_NOWAIT) })
+    })
+}
+
 fn write_at(file: BorrowedFd<'_>, offset: u64, pieces: Pieces) -> io::Result<usize> {
     let moved = whole(pieces, offset, |list, at| {
         // SAFETY: as in `read_at`; the kernel only reads the memory.
@@ -261,6 +304,9 @@ mod tests {
         fn done(&self, index: usize, result: io::Result<usize>) {
             let before = self.results.lock().unwrap()[index].replace(result);
             assert!(before.is_none(), "operation {index} is done once");
+        }
+        fn only_reads(&self) -> bool {
+            self.ops.iter().all(|op| matches!(op, Op::ReadFile { .. } | Op::ReadAt { .. }))
         }
     }
 
@@ -306,17 +352,39 @@ mod tests {
         }
         assert_eq!(std::fs::read_dir(scratch.path().join("p/07")).unwrap().count(), 36, "no temporary name is left");
         let parts: Vec<_> = target.chunks_mut(source.len()).map(|part| split(part)).collect();
-        let read = |i: u8| Op::ReadFile {
+        let read_of = |i: u8| Op::ReadFile {
             offset: 0,
             path: crate::names::page(&key(i), "kv-0"),
             pieces: pieces(&parts[usize::from(i)]),
         };
-        let read = run(engine, &folder, (0..40).map(read).collect());
+        let read = run(engine, &folder, (0..40).map(read_of).collect());
         for (i, result) in read.into_iter().enumerate().filter(|(i, _)| i % 10 != 9) {
             assert_eq!(result.unwrap().unwrap(), source.len(), "operation {i}");
             assert_eq!(&target[i * source.len()..(i + 1) * source.len()], &source[..]);
         }
         let missing = Op::ReadFile { offset: 0, path: crate::names::page(&key(99), "kv-0"), pieces: pieces(&parts[0]) };
+        // Few reads: those that the page cache has whole, and those of which it has nothing, or a part.
+        for dropped in [0..0, 0..source.len() as u64, 100_000..200_000] {
+            for i in 1..3 {
+                let file = std::fs::File::open(
+                    scratch.path().join(crate::names::page(&key(i), "kv-0").as_cstr().to_str().unwrap()),
+                );
+                let file = file.unwrap();
+                file.sync_all().unwrap();
+                let length = std::num::NonZeroU64::new(dropped.end - dropped.start);
+                if length.is_some() {
+                    rustix::fs::fadvise(&file, dropped.start, length, rustix::fs::Advice::DontNeed).unwrap();
+                }
+            }
+            target.fill(0);
+            let results = run(engine, &folder, vec![read_of(1), missing, read_of(2)]);
+            for (at, i) in [(0, 1), (2, 2)] {
+                assert_eq!(*results[at].as_ref().unwrap().as_ref().unwrap(), source.len());
+                assert_eq!(&target[i * source.len()..(i + 1) * source.len()], &source[..]);
+            }
+            let error = results[1].as_ref().unwrap().as_ref().map_err(io::Error::kind);
+            assert_eq!(error, Err(io::ErrorKind::NotFound));
+        }
         let no_folder = Op::WriteFile {
             temp: crate::names::temp(&[1; 32], "0123456789abcdef", 1),
             path: crate::names::page(&[1; 32], "kv-0"),
