@@ -121,6 +121,17 @@ impl PagePool {
         Ok(())
     }
 
+    /// Copies one layer of page `from` to page `to` of the same pool.
+    ///
+    /// # Errors
+    /// A layer or page that the pool does not have.
+    pub fn copy_page_layer(&self, from: u32, to: u32, layer: usize) -> Result<(), KernelError> {
+        let mut pages = self.write(layer)?;
+        let bytes = pages.page(from)?.to_vec();
+        pages.page(to)?.copy_from_slice(&bytes);
+        Ok(())
+    }
+
     /// Writes zeros into all layers of a page.
     ///
     /// # Errors

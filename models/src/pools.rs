@@ -364,6 +364,29 @@ impl PoolSet {
         self.further.iter().try_for_each(|rank| rank.copy_slot(from, to))
     }
 
+    /// As [`PoolSet::copy_slot`], of one of the model's layers alone.
+    ///
+    /// # Errors
+    /// A slot that is not there.
+    pub fn copy_slot_layer(&self, from: u32, to: u32, layer: usize) -> Result<(), ModelError> {
+        for (decl, memory) in self.decls.iter().zip(&self.memory) {
+            if let (PageSource::Slot, PoolMemory::Pages(pool)) = (decl.source, memory)
+                && let Some(buffer) = decl.layers.iter().position(|&of| of == layer)
+            {
+                pool.copy_page_layer(from, to, buffer)?;
+            }
+        }
+        self.further.iter().try_for_each(|rank| rank.copy_slot_layer(from, to, layer))
+    }
+
+    /// Whether a pass leaves in these pools what a second run of the same pass would take for the state before it: a slot, or a ring, holds what
+    /// the last tokens made of it, where a page of rows holds each token's own.
+    pub fn is_stateful(&self) -> bool {
+        let stateful =
+            |decl: &PoolDecl| decl.source == PageSource::Slot || matches!(decl.layout, PoolLayout::Ring { .. });
+        self.decls.iter().any(stateful)
+    }
+
     /// The pages of bytes of the pool at `index`. For models.
     pub(crate) fn pages(&self, index: usize) -> Result<&PagePool, ModelError> {
         match self.memory.get(index) {

@@ -26,6 +26,8 @@
 
 mod config;
 mod controller;
+#[cfg(test)]
+pub(crate) mod fake_store;
 pub mod hash;
 pub mod layout;
 mod linker;

@@ -7,7 +7,7 @@ use kvdock_models::{HitPolicy, KvGeometry, ModelSpec, PageSource, PoolDecl, Pool
 use sha2::{Digest, Sha256};
 
 use crate::cache::{CacheMemory, CacheRoom};
-use crate::config::{Amount, CacheMode};
+use crate::config::Amount;
 use crate::engine::ModelMemory;
 
 /// Saved states for each request that may run, and fewest of all, by `auto`.
@@ -20,14 +20,6 @@ const PAGE_TOKENS: usize = 16;
 /// The one pool that holds everything of a model, where it has only that.
 fn one_pool(spec: &ModelSpec) -> Option<KvGeometry> {
     spec.kv.filter(|_| spec.pools.len() == 1)
-}
-
-/// A model as a mode runs it: in linker mode, which moves the pages of one table, layers with windows keep all tokens where they can do so.
-pub(super) fn for_mode(mut spec: ModelSpec, mode: CacheMode) -> ModelSpec {
-    if mode == CacheMode::Linker && spec.kv.is_some() {
-        spec.pools.truncate(1);
-    }
-    spec
 }
 
 /// Tokens a page.
@@ -101,6 +93,8 @@ pub(super) struct Room {
     pub pages: usize,
     /// Pages of all tokens on the host.
     pub host_pages: usize,
+    /// Those are transit pages.
+    pub transit: bool,
     /// Window pages for each of those.
     pub window_ratio: f64,
     /// Tokens that a step computes at most of prompts.
@@ -120,9 +114,13 @@ impl Room {
         self.share(self.pages).max(least).min(self.pages).max(1)
     }
 
-    /// Window pages on the host: by the ratio, and at least a window.
+    /// Window pages on the host: by the ratio, and at least a window. Of transit pages offloads take up to a half, so at least two windows.
     fn host_window_pages(&self, window: usize) -> usize {
-        self.share(self.host_pages).max(window.div_ceil(self.page_tokens.max(1))).min(self.host_pages)
+        let least = window.div_ceil(self.page_tokens.max(1));
+        match self.transit && self.host_pages > 0 {
+            true => self.share(self.host_pages).max(2 * least),
+            false => self.share(self.host_pages).max(least).min(self.host_pages),
+        }
     }
 
     fn share(&self, pages: usize) -> usize {
@@ -202,6 +200,7 @@ mod tests {
             page_tokens,
             pages: 400,
             host_pages: 800,
+            transit: false,
             window_ratio: 0.5,
             chunk: 64,
             running: 3,
@@ -251,6 +250,9 @@ mod tests {
         assert_eq!(room.window_pages(32), 4 * 4 + 4);
         assert_eq!(Room { pages: 10, ..room }.window_pages(32), 10, "there are never more than pages of all tokens");
         assert_eq!((room.host_window_pages(32), Room { host_pages: 0, ..room }.host_window_pages(32)), (2, 0));
+        // A load takes a window, and offloads leave it one however few transit pages there are.
+        let transit = Room { transit: true, host_pages: 2, ..room };
+        assert_eq!((transit.host_window_pages(32), Room { host_pages: 0, ..transit }.host_window_pages(32)), (4, 0));
     }
 
     #[test]

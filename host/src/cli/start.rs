@@ -37,7 +37,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     };
     let device = device::choose(&config.engine)?;
     let model = load_model(path, &device)?;
-    let spec = memory::for_mode(model.spec().clone(), config.cache.mode);
+    let spec = model.spec().clone();
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
 
     let dtype = kv_dtype(&config.cache.dtype)?;
@@ -68,6 +68,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         page_tokens,
         pages: sizes.device_pages as usize,
         host_pages: sizes.host_pages as usize,
+        transit: config.cache.mode == CacheMode::Linker,
         window_ratio,
         chunk: config.engine.prefill_chunk as usize,
         running,

@@ -38,6 +38,22 @@ impl ModelMemory {
         }
     }
 
+    /// Whether a pass that was given up leaves something behind that the same pass, run again, would not overwrite before it is read.
+    pub(super) fn is_stateful(&self) -> bool {
+        match self {
+            ModelMemory::One(_) => false,
+            ModelMemory::Pools(pools) => pools.is_stateful(),
+        }
+    }
+
+    /// Copies what a slot holds of one layer to another one.
+    pub(super) fn copy_slot_layer(&self, from: u32, to: u32, layer: usize) -> Result<(), ModelError> {
+        match self {
+            ModelMemory::One(_) => Ok(()),
+            ModelMemory::Pools(pools) => pools.copy_slot_layer(from, to, layer),
+        }
+    }
+
     /// Copies what a slot holds to another one.
     pub(super) fn copy_slot(&self, from: u32, to: u32) -> Result<(), ModelError> {
         match self {

@@ -85,17 +85,39 @@ pub struct ChainInfo<'a> {
     pub session_id: &'a str,
 }
 
+/// Pages of one group in a load, which follow one another in their sequence.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LoadLane<'a> {
+    /// Pages of the sequence before the first of them.
+    pub from: usize,
+    /// The pages that are filled.
+    pub pages: &'a [u32],
+}
+
 /// Pages of one request that come layer by layer.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerLoad<'a> {
     /// Number of the request, the same as in its lookup.
     pub request: u64,
-    /// Keys of the pages.
+    /// Pages of the sequence before the load.
+    pub start: usize,
+    /// Keys of the sequence, from its start to the last page of the load.
     pub keys: &'a [PageKey],
-    /// The pages that are filled.
-    pub pages: &'a [u32],
-    /// Where the keys stand in their chain.
-    pub chain: ChainInfo<'a>,
+    /// What is filled, by group.
+    pub lanes: [LoadLane<'a>; PoolGroup::ALL.len()],
+}
+
+impl<'a> LayerLoad<'a> {
+    /// Keys of the sequence before the load.
+    pub fn prefix(&self) -> &'a [PageKey] {
+        self.keys.get(..self.start).unwrap_or_default()
+    }
+
+    /// Keys of the pages of a group.
+    pub fn keys_of(&self, group: PoolGroup) -> &'a [PageKey] {
+        let lane = &self.lanes[group as usize];
+        self.keys.get(lane.from..).and_then(|rest| rest.get(..lane.pages.len())).unwrap_or_default()
+    }
 }
 
 /// The prefix lengths, in pages, that a store can restore in full. Length 0 always can. Beside them, which single pages are there, also
@@ -403,15 +425,16 @@ pub trait StorageBackend: Send + Sync {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        held: &Held,
         chain: &ChainInfo<'_>,
         request: u64,
     ) -> Result<Restorable, BackendError> {
-        let _ = (options, keys, chain, request);
+        let _ = (options, keys, held, chain, request);
         Err(self.lacks_linker())
     }
     /// Loads pages as one batch, layer by layer. Word `l` of `words` becomes 1 when layer `l` of every page is settled: its bytes are there and
     /// final, or will not come. `watch` is called again and again meanwhile, and no more once the call has returned. `status` has one entry a
-    /// page, in the order of the loads; a page counts only by it and by its seal.
+    /// page, in the order of the loads and in each of the groups; a page counts only by it and by its seal.
     fn load_layers(
         &self,
         options: &CallOptions,

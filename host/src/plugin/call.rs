@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::abi::{Face, RawInstance};
 use super::backend::{Held, PoolGroup};
-use super::linked::LinkBuffers;
+use super::linked::{LinkBuffers, LoadPart};
 use super::pool_desc::Registered;
 
 /// Pools that a call names without an allocation.
@@ -103,7 +103,7 @@ pub struct CallBuffers {
     pub keys: Vec<PageKey>,
     /// Page indices, one a key; empty for exists and remove.
     pub pages: Vec<u32>,
-    /// The group that the pages are of.
+    /// The group that the pages are of; none for exists, and for a load, whose parts say it.
     pub group: Option<PoolGroup>,
     /// What the host has itself; for exists.
     pub held: Held,
@@ -174,6 +174,9 @@ impl CallBuffers {
                 }
             });
         }
+        if operation == Operation::Load {
+            return self.load(linker()?, instance, pools);
+        }
         let named = self.own(pools).count();
         if named == 0 {
             // A transfer that no pool is registered for would store nothing, and say that all is well.
@@ -182,10 +185,8 @@ impl CallBuffers {
             return Err(CallFailure::new(ErrorKind::Internal, false, message));
         }
         self.statuses.resize(named * count, 0);
-        match operation {
-            Operation::Load => return self.load(linker()?, instance, pools),
-            Operation::Offload => return self.offload(linker()?, instance, pools),
-            _ => {}
+        if operation == Operation::Offload {
+            return self.offload(linker()?, instance, pools);
         }
         let transfers = self.transfers(pools, 0..count);
         let args = BatchArgs {
@@ -208,6 +209,14 @@ impl CallBuffers {
                 }
             }
         })
+    }
+
+    /// The pages of the call, by group.
+    pub(super) fn pages_by_group(&self) -> impl Iterator<Item = (PoolGroup, &[u32])> {
+        let all = self.group.map(|group| (group, self.pages.as_slice()));
+        let of_part = |part: &LoadPart| PoolGroup::ALL.map(|group| (group, part.lanes[group as usize].pages.clone()));
+        let of_loads = self.link.parts.iter().flat_map(of_part);
+        all.into_iter().chain(of_loads.map(|(group, range)| (group, self.pages.get(range).unwrap_or_default())))
     }
 
     /// Deadline and cancel flag.

@@ -17,7 +17,7 @@ use super::call::{CallBuffers, CallFailure, Operation, deadline_ns, invoke};
 use super::controls::Controls;
 use super::host_table::{HostContext, LinkNews};
 use super::library::Library;
-use super::linked::{LinkBuffers, LinkState, LoadPart};
+use super::linked::{LinkBuffers, LinkState, LoadPart, PartLane};
 use super::pool_desc::Registered;
 use super::state::{BackendState, StateCell};
 use super::workers::{Outcome, Workers};
@@ -269,6 +269,7 @@ impl Instance {
             buffers.cancel = options.cancel.clone();
             buffers.deadline_ns = deadline_ns(options.deadline);
             buffers.trace_id = trace_id;
+            buffers.link.parts.clear();
             link(&mut buffers.link);
         };
         match self.workers.call(operation, options.deadline, fill, watch, read) {
@@ -573,6 +574,7 @@ impl StorageBackend for Instance {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        held: &Held,
         chain: &ChainInfo<'_>,
         request: u64,
     ) -> Result<Restorable, BackendError> {
@@ -580,7 +582,7 @@ impl StorageBackend for Instance {
             return Ok(Restorable::none(0));
         }
         let link = |link: &mut LinkBuffers| link.request = request;
-        let about = About { group: None, held: Held::default(), keys, pages: &[] };
+        let about = About { group: None, held: *held, keys, pages: &[] };
         let read = |buffers: &CallBuffers| self.read_restorable(buffers);
         self.linked_call(Operation::Lookup, options, about, chain, link, None, read)
     }
@@ -596,14 +598,19 @@ impl StorageBackend for Instance {
         let (mut keys, mut pages, mut prefix) = (Vec::new(), Vec::new(), Vec::new());
         let mut parts = Vec::with_capacity(loads.len());
         for load in loads {
-            let (from, before) = (keys.len(), prefix.len());
-            keys.extend_from_slice(load.keys);
-            pages.extend_from_slice(load.pages);
-            prefix.extend_from_slice(load.chain.prefix_keys);
+            let before = prefix.len();
+            prefix.extend_from_slice(load.prefix());
+            let lanes = PoolGroup::ALL.map(|group| {
+                let (from, lane) = (keys.len(), &load.lanes[group as usize]);
+                keys.extend_from_slice(load.keys_of(group));
+                pages.extend_from_slice(lane.pages);
+                let offset = u32::try_from(lane.from.saturating_sub(load.start)).unwrap_or(u32::MAX);
+                PartLane { pages: from..keys.len(), offset }
+            });
             parts.push(LoadPart {
                 request: load.request,
-                pages: from..keys.len(),
-                position: load.chain.position,
+                lanes,
+                position: load.start as u64,
                 prefix: before..prefix.len(),
             });
         }
@@ -622,7 +629,7 @@ impl StorageBackend for Instance {
         };
         let chain = ChainInfo { position: 0, prefix_keys: &prefix, session_id: "" };
         let read = |buffers: &CallBuffers| read_statuses(buffers, status);
-        let about = About::pages(PoolGroup::Full, &keys, &pages);
+        let about = About { group: None, held: Held::default(), keys: &keys, pages: &pages };
         self.linked_call(Operation::Load, options, about, &chain, link, Some(watch), read)
     }
 

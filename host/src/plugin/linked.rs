@@ -10,11 +10,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvdock_plugin_api::v0_1::{CallContext, FinishArgs, LoadArgs, OffloadArgs, OffloadDone, ReadyHandle, StartArgs};
+use kvdock_plugin_api::v0_1::{
+    CallContext, FinishArgs, LoadArgs, OffloadArgs, OffloadDone, PoolTransfer, ReadyHandle, StartArgs,
+};
 use kvdock_plugin_api::{ErrorKind, PageStatus, ReadyKind};
 
 use super::abi::{LinkerFace, RawInstance};
-use super::call::{CallBuffers, CallFailure, invoke};
+use super::backend::PoolGroup;
+use super::call::{CallBuffers, CallFailure, Transfers, invoke};
 use super::pool_desc::Registered;
 
 /// How often a wait for an offload looks again, should the plugin not tell of its end.
@@ -59,13 +62,22 @@ impl LinkState {
     }
 }
 
+/// The pages of one group in a load.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PartLane {
+    /// Its keys and pages among those of the call.
+    pub pages: Range<usize>,
+    /// Pages of the sequence from the start of the load to the first of them.
+    pub offset: u32,
+}
+
 /// A load of one request in a batch of loads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadPart {
     /// Number of the request.
     pub request: u64,
-    /// Its keys and pages among those of the call.
-    pub pages: Range<usize>,
+    /// What it fills, by group.
+    pub lanes: [PartLane; PoolGroup::ALL.len()],
     /// Pages of its sequence before them.
     pub position: u64,
     /// The keys of those among the prefix keys of the call.
@@ -93,6 +105,7 @@ impl CallBuffers {
         instance: RawInstance,
         pools: &[Registered],
     ) -> Result<(), CallFailure> {
+        self.unset_statuses(pools)?;
         let state = self.link.state.clone();
         let context = self.context();
         let batch = state.number();
@@ -100,7 +113,7 @@ impl CallBuffers {
         let mut refusal = None;
         let mut queued = 0;
         for part in self.link.parts.clone() {
-            let transfers = self.transfers(pools, part.pages.clone());
+            let transfers = self.part_transfers(pools, &part);
             let prefix = self.prefix_keys.get(part.prefix.clone()).unwrap_or_default();
             let args = LoadArgs {
                 request: part.request,
@@ -119,7 +132,7 @@ impl CallBuffers {
                 Err(failure) => {
                     let count = self.keys.len().max(1);
                     for statuses in self.statuses.chunks_mut(count) {
-                        statuses[part.pages.clone()].fill(PageStatus::Refused.raw());
+                        part.lanes.iter().for_each(|lane| statuses[lane.pages.clone()].fill(PageStatus::Refused.raw()));
                     }
                     refusal = Some(failure);
                 }
@@ -150,6 +163,52 @@ impl CallBuffers {
         });
         state.finishing.fetch_sub(1, Ordering::SeqCst);
         ended
+    }
+
+    /// Makes room for the statuses of a load: one a key for each pool of the key's group. Where other groups have more pools, the rest says
+    /// nothing against the page.
+    fn unset_statuses(&mut self, pools: &[Registered]) -> Result<(), CallFailure> {
+        let of_group = PoolGroup::ALL.map(|group| pools.iter().filter(|pool| pool.group == group).count());
+        let count = self.keys.len();
+        self.statuses.clear();
+        self.statuses.resize(of_group.into_iter().max().unwrap_or(0) * count, PageStatus::Ok.raw());
+        for (group, lane) in self.link.parts.iter().flat_map(|part| PoolGroup::ALL.into_iter().zip(&part.lanes)) {
+            let own = of_group[group as usize];
+            if own == 0 && !lane.pages.is_empty() {
+                let group = group.as_str();
+                let message =
+                    format!("a load of pages of {group} pools, of which none is registered with this backend");
+                return Err(CallFailure::new(ErrorKind::Internal, false, message));
+            }
+            for statuses in self.statuses.chunks_mut(count.max(1)).take(own) {
+                statuses[lane.pages.clone()].fill(PageStatus::Unset.raw());
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages of one load, in each pool.
+    fn part_transfers(&mut self, pools: &[Registered], part: &LoadPart) -> Transfers {
+        let count = self.keys.len();
+        let statuses = self.statuses.as_mut_ptr();
+        let mut transfers = Transfers::new();
+        for (group, lane) in PoolGroup::ALL.into_iter().zip(&part.lanes).filter(|(_, lane)| !lane.pages.is_empty()) {
+            let (keys, pages) = (self.keys[lane.pages.clone()].as_ptr(), self.pages[lane.pages.clone()].as_ptr());
+            let own = pools.iter().filter(|pool| pool.group == group).enumerate();
+            transfers.extend(own.map(|(place, pool)| PoolTransfer {
+                pool: pool.pool,
+                layer_first: 0,
+                layer_count: 0,
+                chain_offset: lane.offset,
+                keys,
+                pages,
+                count: lane.pages.len() as u64,
+                statuses: statuses.wrapping_add(place * count + lane.pages.start),
+            }));
+        }
+        // The anchor last, as in every call about pages.
+        transfers.reverse();
+        transfers
     }
 
     /// Offloads pages, and waits until that has completed.

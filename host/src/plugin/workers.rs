@@ -338,8 +338,8 @@ impl Shared {
         let mut late = lock(&self.late);
         late.calls = late.calls.saturating_sub(1);
         late.pages = late.pages.saturating_sub(buffers.pages.len());
-        if let Some(group) = buffers.group {
-            late.returned[group as usize].extend_from_slice(&buffers.pages);
+        for (group, pages) in buffers.pages_by_group() {
+            late.returned[group as usize].extend_from_slice(pages);
         }
         drop(late);
         let (backend, pages, seconds) = (self.backend.as_str(), buffers.pages.len(), since.elapsed().as_secs_f64());

@@ -15,7 +15,7 @@ pub struct Family {
     name: &'static str,
     model: Loaded,
     /// Going on from a page needs a state that was left exactly there.
-    recurrent: bool,
+    pub recurrent: bool,
 }
 
 impl Family {
@@ -46,7 +46,7 @@ impl Family {
         Rig::over(&self.model, Setup { threshold: self.page(), ..setup }, wrap)
     }
 
-    fn tokens(&self, pages: usize) -> u32 {
+    pub fn tokens(&self, pages: usize) -> u32 {
         u32::try_from(pages * self.page()).unwrap()
     }
 }

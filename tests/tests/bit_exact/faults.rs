@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use kvdock::plugin::backend::*;
 
@@ -18,6 +19,14 @@ pub enum Fault {
     Unknown,
     /// Its bytes in this pool are not those that were stored.
     Changed(&'static str),
+    /// In linker mode: a load ends with an error at this layer; neither it nor those after it come.
+    FailsAt(usize),
+    /// In linker mode: a load says of this page and those after it nothing, and they do not come.
+    Short,
+    /// In linker mode: a load brings nothing, and says so late.
+    Hangs,
+    /// In linker mode: a load does not go on while `hold` is set.
+    Waits,
 }
 
 /// A store with something wrong in one page of a group.
@@ -30,6 +39,39 @@ pub struct Faulty {
     pub fault: Fault,
     /// How often the fault was met.
     pub met: Arc<AtomicUsize>,
+    /// Whether a load that waits goes on waiting.
+    pub hold: Arc<AtomicBool>,
+}
+
+/// A fault to be put between cache and store.
+#[derive(Clone)]
+pub struct Ordered {
+    pub group: PoolGroup,
+    pub page: usize,
+    pub fault: Fault,
+    pub met: Arc<AtomicUsize>,
+    pub hold: Arc<AtomicBool>,
+}
+
+impl Ordered {
+    pub fn new(group: PoolGroup, page: usize, fault: Fault) -> Self {
+        Ordered { group, page, fault, met: Arc::default(), hold: Arc::default() }
+    }
+
+    /// The store with the fault.
+    pub fn over(&self, inner: Arc<dyn StorageBackend>, pools: Vec<HostPoolDescription>) -> Arc<dyn StorageBackend> {
+        let Ordered { group, page, fault, met, hold } = self.clone();
+        Arc::new(Faulty { inner, pools, group, page, fault, met, hold })
+    }
+
+    /// Waits until the fault was met.
+    pub fn wait_met(&self) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.met.load(Ordering::SeqCst) == 0 {
+            assert!(Instant::now() < deadline, "{:?} was never met", self.fault);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 impl Faulty {
@@ -45,6 +87,62 @@ impl Faulty {
         let at = pool.base as u64 + piece.offset + u64::from(page) * piece.stride;
         // SAFETY: the page lies in the mapping, which lives as long as the process, and the call that fills it runs.
         unsafe { *(at as *mut u8) ^= 0x40 };
+    }
+
+    /// Changes a page in whatever pool of the group has bytes.
+    fn spoil(&self, page: u32) {
+        let pool = self.pools.iter().find(|pool| pool.group == self.group && !pool.segments.is_empty());
+        self.change(&pool.expect("a pool with bytes").name, page);
+    }
+
+    fn error(&self, kind: ErrorKind) -> BackendError {
+        let (backend, message) = (self.name().to_owned(), "on order".to_owned());
+        BackendError { backend, kind, retryable: false, message, pages_in_use: false }
+    }
+
+    /// Does to a load that has come what is ordered. Says how many layers are told of.
+    fn spoil_load(&self, loads: &[LayerLoad<'_>], status: &mut [PageStatus]) -> usize {
+        let mut at = 0;
+        for load in loads {
+            for group in PoolGroup::ALL {
+                let lane = load.lanes[group as usize];
+                let place = self.page.checked_sub(lane.from).filter(|&place| place < lane.pages.len());
+                if let Some(place) = place.filter(|_| group == self.group) {
+                    match self.fault {
+                        Fault::Missing => {
+                            self.spoil(lane.pages[place]);
+                            status[at + place] = PageStatus::Missing;
+                        }
+                        Fault::Changed(pool) => self.change(pool, lane.pages[place]),
+                        Fault::Short => {
+                            lane.pages[place..].iter().for_each(|&page| self.spoil(page));
+                            status[at + place..at + lane.pages.len()].fill(PageStatus::Unset);
+                        }
+                        Fault::Unknown | Fault::FailsAt(_) | Fault::Hangs | Fault::Waits => continue,
+                    }
+                    self.met.fetch_add(1, Ordering::SeqCst);
+                }
+                at += lane.pages.len();
+            }
+        }
+        match self.fault {
+            Fault::FailsAt(layer) => {
+                self.met.fetch_add(1, Ordering::SeqCst);
+                layer
+            }
+            _ => usize::MAX,
+        }
+    }
+
+    fn forget(&self, answer: Restorable, place: usize, keys: &[PageKey]) -> Restorable {
+        self.met.fetch_add(1, Ordering::SeqCst);
+        let lengths = (0..=keys.len()).map(|length| length == 0).collect();
+        let mut changed = Restorable::from_mask(lengths);
+        for group in PoolGroup::ALL {
+            let there = |page: usize| answer.names(group, page) && (group, page) != (self.group, place);
+            changed = changed.with_present_of(group, (0..keys.len()).map(there).collect());
+        }
+        changed
     }
 }
 
@@ -70,15 +168,75 @@ impl StorageBackend for Faulty {
     ) -> Result<Restorable, BackendError> {
         let answer = self.inner.batch_exists(options, keys, held, chain)?;
         let place = self.place(keys, chain).filter(|_| self.fault == Fault::Unknown);
-        let Some(place) = place else { return Ok(answer) };
+        Ok(match place {
+            Some(place) => self.forget(answer, place, keys),
+            None => answer,
+        })
+    }
+    fn has_linker(&self) -> bool {
+        self.inner.has_linker()
+    }
+    /// Unknown is a page in whose place nothing can be restored any more.
+    fn lookup(
+        &self,
+        options: &CallOptions,
+        keys: &[PageKey],
+        held: &Held,
+        chain: &ChainInfo<'_>,
+        request: u64,
+    ) -> Result<Restorable, BackendError> {
+        let answer = self.inner.lookup(options, keys, held, chain, request)?;
+        let Some(place) = self.place(keys, chain).filter(|_| self.fault == Fault::Unknown) else { return Ok(answer) };
         self.met.fetch_add(1, Ordering::SeqCst);
-        let lengths = (0..=keys.len()).map(|length| length == 0).collect();
-        let mut changed = Restorable::from_mask(lengths);
-        for group in PoolGroup::ALL {
-            let there = |page: usize| answer.names(group, page) && (group, page) != (self.group, place);
-            changed = changed.with_present_of(group, (0..keys.len()).map(there).collect());
+        let reach = self.pools.iter().filter(|pool| pool.group == self.group).map(|pool| match pool.hit {
+            PoolHit::AllPages => usize::MAX,
+            PoolHit::TrailingPages(pages) => pages as usize,
+        });
+        let reach = reach.max().expect("a pool of the group");
+        let lengths = (0..=keys.len()).map(|length| {
+            let stands_on_it = length > place && length - place <= reach;
+            answer.contains(length) && !stands_on_it
+        });
+        Ok(Restorable::from_mask(lengths.collect()))
+    }
+    fn load_layers(
+        &self,
+        options: &CallOptions,
+        loads: &[LayerLoad<'_>],
+        words: &Arc<[AtomicU32]>,
+        watch: &mut dyn FnMut(),
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        if self.fault == Fault::Hangs || self.fault == Fault::Waits {
+            self.met.fetch_add(1, Ordering::SeqCst);
+            let until = Instant::now() + Duration::from_millis(200);
+            while self.fault == Fault::Hangs || self.hold.load(Ordering::SeqCst) {
+                if options.is_cancelled() || (self.fault == Fault::Hangs && Instant::now() >= until) {
+                    return Err(self.error(ErrorKind::TimedOut));
+                }
+                watch();
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
-        Ok(changed)
+        let behind: Arc<[AtomicU32]> = words.iter().map(|_| AtomicU32::new(0)).collect();
+        self.inner.load_layers(options, loads, &behind, &mut || {}, status)?;
+        let told = self.spoil_load(loads, status);
+        for (layer, word) in words.iter().enumerate().take(told) {
+            word.store(behind[layer].load(Ordering::Acquire), Ordering::Release);
+            watch();
+        }
+        if told < words.len() { Err(self.error(ErrorKind::Unavailable)) } else { Ok(()) }
+    }
+    fn offload(
+        &self,
+        options: &CallOptions,
+        group: PoolGroup,
+        keys: &[PageKey],
+        pages: &[u32],
+        chain: &ChainInfo<'_>,
+        status: &mut [PageStatus],
+    ) -> Result<(), BackendError> {
+        self.inner.offload(options, group, keys, pages, chain, status)
     }
     fn batch_get(
         &self,
@@ -94,7 +252,7 @@ impl StorageBackend for Faulty {
             match self.fault {
                 Fault::Missing => status[place] = PageStatus::Missing,
                 Fault::Changed(pool) => self.change(pool, pages[place]),
-                Fault::Unknown => return Ok(()),
+                Fault::Unknown | Fault::FailsAt(_) | Fault::Short | Fault::Hangs | Fault::Waits => return Ok(()),
             }
             self.met.fetch_add(1, Ordering::SeqCst);
         }
@@ -141,7 +299,7 @@ const PAGES: usize = 5;
 const NEW: u32 = 3;
 
 /// A fault in page `page` of a group leaves at most `most` pages that come from storage.
-struct Case {
+pub struct Case {
     family: &'static str,
     group: PoolGroup,
     page: usize,
@@ -150,6 +308,11 @@ struct Case {
 }
 
 fn faults_are_computed_around(cases: &[Case]) {
+    faults_in(Setup::default(), cases);
+}
+
+/// Runs cases with engines of this kind.
+pub fn faults_in(kind: Setup<'_>, cases: &[Case]) {
     let mut names = HashSet::new();
     for family in cases.iter().map(|case| case.family).filter(|&family| names.insert(family)) {
         let (family, of) = (Family::new(family), cases.iter().filter(|case| case.family == family));
@@ -164,15 +327,13 @@ fn faults_are_computed_around(cases: &[Case]) {
         for &Case { family: name, group, page: place, fault, most } in of {
             let what = format!("{name}, {} page {place}: {fault:?}", group.as_str());
             let storage = tempfile::tempdir().unwrap();
-            let setup = Setup { folder: Some(storage.path()), ..Setup::default() };
+            let setup = Setup { folder: Some(storage.path()), ..kind };
             let rig = family.start(setup);
             rig.run("fill", &prompt, NEW, None).came_from(Tier::Nowhere, 0);
             rig.stop();
-            let met = Arc::new(AtomicUsize::new(0));
-            let counted = met.clone();
-            let rig = family.start_over(setup, move |inner, pools| {
-                Arc::new(Faulty { inner, pools, group, page: place, fault, met: counted.clone() })
-            });
+            let ordered = Ordered::new(group, place, fault);
+            let met = ordered.met.clone();
+            let rig = family.start_over(setup, move |inner, pools| ordered.over(inner, pools));
             let run = rig.run("stored", &prompt, NEW, None);
             reference.must_equal(&run.rows, &what);
             assert!(met.load(Ordering::SeqCst) > 0, "{what}: nobody met it");
@@ -188,7 +349,7 @@ fn faults_are_computed_around(cases: &[Case]) {
     }
 }
 
-fn case(family: &'static str, group: PoolGroup, page: usize, fault: Fault, most: usize) -> Case {
+pub fn case(family: &'static str, group: PoolGroup, page: usize, fault: Fault, most: usize) -> Case {
     Case { family, group, page, fault, most }
 }
 

@@ -6,6 +6,7 @@
 
 mod families;
 mod faults;
+mod linked;
 mod rig;
 
 use kvdock_tests::prompt;

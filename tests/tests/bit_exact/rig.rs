@@ -280,7 +280,8 @@ impl Rig {
         Self { engine, storage, runtime, recorded, vocab: loaded.vocab() }
     }
 
-    fn submit(&self, id: &str, prompt: &[u32], new: u32, salt: Option<&str>) -> RequestStream {
+    /// Hands in a request.
+    pub fn submit(&self, id: &str, prompt: &[u32], new: u32, salt: Option<&str>) -> RequestStream {
         let sampling =
             SamplingParams { max_new_tokens: Some(new), temperature: 0.0, ignore_eos: true, ..Default::default() };
         let mut request = Request::new(id, prompt.to_vec(), sampling);
@@ -288,7 +289,42 @@ impl Rig {
         self.engine.handle().submit(request).expect("the request is taken")
     }
 
-    fn collect(&self, stream: RequestStream) -> Completion {
+    /// Ends a request before its time. Says whether it was there.
+    pub fn abort(&self, id: &str) -> bool {
+        self.runtime.block_on(self.engine.handle().abort(id))
+    }
+
+    /// Empties the device of what nobody holds.
+    pub fn flush(&self) {
+        self.runtime.block_on(self.engine.handle().flush(Tiers::ALL)).expect("the engine runs");
+    }
+
+    /// The rest of a request that was handed in, `new` tokens after `prompt` ones.
+    pub fn finish(&self, id: &str, stream: RequestStream, prompt: usize, new: u32) -> Run {
+        let whole = self.collect(stream);
+        self.result(id, &whole, prompt, new)
+    }
+
+    /// Waits until what is in the cache is the tree's alone, nothing is on its way, and nothing of it is lost.
+    pub fn assert_quiet(&self) {
+        let handle = self.engine.handle();
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        loop {
+            self.check_integrity();
+            let stats = handle.cache_counters().snapshot();
+            if stats.transit_used_tokens + stats.backup_pending_pages + stats.layer_loads_running == 0 {
+                assert_eq!(stats.misuses, 0);
+                break;
+            }
+            assert!(std::time::Instant::now() < deadline, "something is held: {stats:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.empty_device();
+        self.check_integrity();
+        assert_eq!(handle.cache_counters().snapshot().device_used_tokens, 0, "device pages are lost");
+    }
+
+    pub fn collect(&self, stream: RequestStream) -> Completion {
         let samples = self.runtime.block_on(stream.collect());
         samples.into_iter().next().expect("one sample")
     }

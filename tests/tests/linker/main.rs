@@ -4,6 +4,9 @@
 // A test that cannot go on panics: that is how it fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod families;
 mod faults;
+mod model;
 mod refused;
+mod stores;
 mod turns;

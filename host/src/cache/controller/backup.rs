@@ -107,7 +107,9 @@ pub(super) fn run(shared: &Shared, job: StoreJob) {
             outcome.unstored[part.component] += part.count();
             continue;
         };
-        if part.is_linked() && outcome.late {
+        // Who finds pages of all tokens is to find what stands beside them: all of an offload is stored, or nothing that is a hit.
+        let broken = outcome.late || outcome.unstored != PerComponent::default();
+        if part.is_linked() && broken {
             outcome.unstored[part.component] += part.count();
             continue;
         }

@@ -188,6 +188,11 @@ impl Shared {
         }
     }
 
+    /// Layers of the model.
+    pub fn layers(&self) -> usize {
+        self.hosts().into_iter().map(|(_, host)| host.layers()).max().unwrap_or(0)
+    }
+
     /// Host pool of a component.
     pub fn host_of(&self, component: Component) -> Option<&HostPool> {
         self.pools(component).map(|(_, host)| host)

@@ -5,12 +5,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::run::{LoadRun, Origin, Verdict};
-use super::transit::{Passage, verdict};
-use crate::cache::controller::{CallInfo, CancelSet, Event, Shared, fault_result, heal};
+use super::transit::Passage;
+use crate::cache::controller::{Attached, CallInfo, CancelSet, Event, Shared, fault_result, heal};
+use crate::cache::pool::HostPool;
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::types::MissReason;
-use crate::cache::unified::Component;
-use crate::plugin::backend::{BackendError, ChainInfo, ErrorKind, LayerLoad, PageKey, PageStatus};
+use crate::cache::unified::{Component, PerComponent};
+use crate::plugin::backend::{BackendError, ErrorKind, LayerLoad, LoadLane, PageKey, PageStatus, PoolGroup};
 
 /// How long a page is treated as missing after the store failed to deliver it.
 const SHUN_FAILED: Duration = Duration::from_secs(5);
@@ -49,18 +50,13 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
         return;
     }
     let attached = &batch.origin.attached;
-    let pages: usize = wanted.iter().map(|run| run.pages()).sum();
-    let page_bytes = shared.host.page_bytes();
-    let info = CallInfo {
-        op: StorageOp::Get,
-        pages,
-        bytes: page_bytes * pages as u64,
-        operation: &batch.operation,
-        within: None,
-    };
+    let pages: usize = wanted.iter().map(|run| run.span.moved()).sum();
+    let of_run = |run: &LoadRun| bytes_of(shared, &run.span.device.0.each_ref().map(Vec::len));
+    let bytes: u64 = wanted.iter().map(|run| of_run(run)).sum();
+    let info = CallInfo { op: StorageOp::Get, pages, bytes, operation: &batch.operation, within: None };
     let mut passage = Passage::new(shared, &wanted);
     let mut status = vec![PageStatus::Unset; pages];
-    let mut results: Vec<Vec<StorageResult>> = Vec::new();
+    let mut results: Vec<PerComponent<Vec<StorageResult>>> = Vec::new();
     let mut answered = false;
     let began = Instant::now();
     let called = attached.call(&info, |backend, options| {
@@ -69,9 +65,11 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
         let called = backend.load_layers(options, &loads, &words, &mut || passage.look(), &mut status);
         if called.as_ref().is_err_and(|error| error.pages_in_use) {
             // The call may still write: nobody gets these pages before it returns.
-            let held: Vec<u32> = wanted.iter().flat_map(|run| &run.transit).copied().collect();
-            shared.host.retain(&held);
-            attached.hold(Component::Full, &held, &shared.host);
+            for (component, host) in shared.hosts() {
+                let held: Vec<u32> = wanted.iter().flat_map(|run| &run.span.transit[component]).copied().collect();
+                host.retain(&held);
+                attached.hold(component, &held, host);
+            }
         } else {
             // What was settled at the very end.
             passage.look();
@@ -86,38 +84,60 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
     if results.is_empty() {
         // The backend was not called.
         let fault = called.as_ref().err().map_or(StorageResult::Failed, fault_result);
-        results = wanted.iter().map(|run| vec![fault; run.pages()]).collect();
+        let all = |slots: &Vec<u32>| vec![fault; slots.len()];
+        results = wanted.iter().map(|run| PerComponent(run.span.device.0.each_ref().map(all))).collect();
     }
-    let moved = results.iter().flatten().filter(|&&result| result == StorageResult::Ok).count() as u64;
-    attached.moved_by_read(moved * page_bytes, (pages as u64 - moved) * page_bytes);
+    let good = |component: Component| -> usize {
+        let of_component = results.iter().flat_map(|results| &results[component]);
+        of_component.filter(|&&result| result == StorageResult::Ok).count()
+    };
+    let came = Component::ALL.map(good);
+    let (moved, moved_bytes) = (came.iter().sum::<usize>() as u64, bytes_of(shared, &came));
+    attached.moved_by_read(moved_bytes, bytes - moved_bytes);
     if moved > 0 {
         batch.operation.serve();
-        shared.counters.prefetched_tokens.fetch_add(moved * shared.page_size as u64, Ordering::Relaxed);
-        shared.events.storage_read(attached.name(), moved, moved * page_bytes, began.elapsed());
+        let tokens = came[Component::Full as usize] * shared.page_size;
+        shared.counters.prefetched_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+        shared.events.storage_read(attached.name(), moved, moved_bytes, began.elapsed());
     }
     for (run, results) in wanted.iter().zip(&results) {
         // First, so that a corrupt page has left the store before the one that is computed in its place is offered.
-        settle(shared, &batch.origin, run.own_keys(), results, answered);
-        run.end(verdict(results));
+        for component in Component::ALL {
+            let place = (&batch.origin, component, run.span.keys_of(component));
+            settle(shared, place, &results[component], answered);
+        }
+        run.end(run.span.verdict(results));
     }
 }
 
-fn layers_of(run: &LoadRun) -> LayerLoad<'_> {
-    let (prefix, keys) = run.keys.split_at(run.start.min(run.keys.len()));
-    let chain = ChainInfo { position: prefix.len() as u64, prefix_keys: prefix, session_id: "" };
-    LayerLoad { request: run.request, keys, pages: &run.transit, chain }
+/// Bytes of so many pages, by component.
+fn bytes_of(shared: &Shared, pages: &[usize; 3]) -> u64 {
+    let bytes = |component| shared.host_of(component).map_or(0, HostPool::page_bytes);
+    Component::ALL.into_iter().zip(pages).map(|(component, &pages)| bytes(component) * pages as u64).sum()
 }
 
-fn judge(passage: &Passage<'_>, status: &[PageStatus], fault: Option<StorageResult>) -> Vec<Vec<StorageResult>> {
-    let mut at = 0;
+fn layers_of(run: &LoadRun) -> LayerLoad<'_> {
+    let lanes = PoolGroup::ALL.map(|group| {
+        let component = Component::ALL[group as usize];
+        LoadLane { from: run.span.from(component), pages: &run.span.transit[component] }
+    });
+    LayerLoad { request: run.request, start: run.span.start, keys: &run.span.keys, lanes }
+}
+
+fn judge(
+    passage: &Passage<'_>,
+    status: &[PageStatus],
+    fault: Option<StorageResult>,
+) -> Vec<PerComponent<Vec<StorageResult>>> {
+    let mut status = status.iter().copied();
     let mut results = Vec::with_capacity(passage.runs.len());
     for (index, run) in passage.runs.iter().enumerate() {
-        let of_page = |page: usize| {
-            let status = status.get(at + page).copied().unwrap_or(PageStatus::Unset);
-            passage.result(index, page, status, fault)
-        };
-        results.push((0..run.pages()).map(of_page).collect());
-        at += run.pages();
+        results.push(PerComponent(Component::ALL.map(|component| {
+            let pages = 0..run.span.device[component].len();
+            let of_page =
+                |page| passage.result((index, component, page), status.next().unwrap_or(PageStatus::Unset), fault);
+            pages.map(of_page).collect()
+        })));
     }
     results
 }
@@ -132,16 +152,21 @@ fn fault_of(error: &BackendError) -> StorageResult {
 }
 
 /// A call that answers well and brings no page right has failed, as far as the circuit breaker is concerned.
-fn any_good(attached: &crate::cache::controller::Attached, results: &[Vec<StorageResult>]) -> Result<(), BackendError> {
+fn any_good(attached: &Attached, results: &[PerComponent<Vec<StorageResult>>]) -> Result<(), BackendError> {
     let bad = |result: &StorageResult| !matches!(result, StorageResult::Ok | StorageResult::Missing);
-    if results.iter().flatten().all(bad) {
+    if results.iter().flat_map(|results| &results.0).flatten().all(bad) {
         return Err(attached.error(ErrorKind::Internal, "no page of a load came right"));
     }
     Ok(())
 }
 
-/// What is known of the store after a load.
-fn settle(shared: &Shared, origin: &Origin, keys: &[PageKey], results: &[StorageResult], answered: bool) {
+/// What is known of the store, as far as a component's pages with these keys go, after a load.
+fn settle(
+    shared: &Shared,
+    (origin, component, keys): (&Origin, Component, &[PageKey]),
+    results: &[StorageResult],
+    answered: bool,
+) {
     let attached = &origin.attached;
     for result in StorageResult::ALL {
         attached.figures.add(StorageOp::Get, result, results.iter().filter(|&&other| other == result).count() as u64);
@@ -149,16 +174,16 @@ fn settle(shared: &Shared, origin: &Origin, keys: &[PageKey], results: &[Storage
     let of = |wanted: StorageResult| {
         keys.iter().zip(results).filter(move |(_, result)| **result == wanted).map(|(key, _)| *key)
     };
-    attached.acknowledge(Component::Full, of(StorageResult::Ok), origin.emptied);
+    attached.acknowledge(component, of(StorageResult::Ok), origin.emptied);
     if answered {
         let until = Instant::now() + SHUN_FAILED;
-        attached.with_belief(Component::Full, |belief| {
+        attached.with_belief(component, |belief| {
             let bad = keys.iter().zip(results).filter(|(_, result)| **result != StorageResult::Ok);
             bad.for_each(|(key, _)| belief.shun(key, Some(until)));
         });
     }
     let corrupt: Vec<PageKey> = of(StorageResult::Corrupt).collect();
     if !corrupt.is_empty() {
-        heal(shared, attached, Component::Full, &corrupt);
+        heal(shared, attached, component, &corrupt);
     }
 }

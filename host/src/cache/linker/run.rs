@@ -6,7 +6,9 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 use crate::cache::controller::{Attached, CancelSet};
+use crate::cache::stats::StorageResult;
 use crate::cache::types::{MissReason, RequestId};
+use crate::cache::unified::{Component, PerComponent, Slots};
 use crate::plugin::backend::PageKey;
 
 /// Where pages come from.
@@ -27,9 +29,9 @@ impl std::fmt::Debug for Origin {
 /// What became of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict {
-    /// Leading pages that are right, with all their layers.
+    /// Pages after the start of the load up to which the sequence can be gone on from: all that takes is right, with all its layers.
     pub good: usize,
-    /// Why the next page is not, if there is one.
+    /// Why it can't be from the end of the load, if it can't.
     pub reason: Option<MissReason>,
 }
 
@@ -44,6 +46,72 @@ pub enum Gate {
     Closed,
 }
 
+/// What a load brings, and where to. Of each component its pages are the last ones before the end.
+#[derive(Debug)]
+pub(crate) struct LoadSpan {
+    /// Keys of the sequence, from its start to the last page of the load.
+    pub keys: Arc<[PageKey]>,
+    /// Pages of the sequence before the load: from there it can be gone on without it.
+    pub start: usize,
+    /// Device slots.
+    pub device: Slots,
+    /// Transit pages, one for each.
+    pub transit: Slots,
+    /// Pages of windows that going on from a page's end needs; 0 without windows.
+    pub window: usize,
+}
+
+impl LoadSpan {
+    /// Pages of the sequence with those of the load.
+    pub fn end(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Pages of the sequence before the first page of a component.
+    pub fn from(&self, component: Component) -> usize {
+        self.end() - self.device[component].len().min(self.end())
+    }
+
+    /// The keys of the pages of a component.
+    pub fn keys_of(&self, component: Component) -> &[PageKey] {
+        self.keys.get(self.from(component)..).unwrap_or_default()
+    }
+
+    /// Pages of all components.
+    pub fn moved(&self) -> usize {
+        self.device.0.iter().map(Vec::len).sum()
+    }
+
+    /// What the results of its pages come to: the longest prefix that can be gone on from.
+    pub fn verdict(&self, results: &PerComponent<Vec<StorageResult>>) -> Verdict {
+        let (start, end) = (self.start, self.end());
+        let good = |component: Component, page: usize| {
+            let place = page.checked_sub(self.from(component));
+            place.is_some_and(|place| results[component].get(place) == Some(&StorageResult::Ok))
+        };
+        // Pages between the start and the first one of all tokens are on the device.
+        let held = self.from(Component::Full);
+        let full_end = (held..end).find(|&page| !good(Component::Full, page)).unwrap_or(end);
+        let window = |upto: usize| {
+            (upto.saturating_sub(self.window)..upto).all(|page| page < start || good(Component::Window, page))
+        };
+        let state = |upto: usize| self.device[Component::State].is_empty() || good(Component::State, upto - 1);
+        let found = (start + 1..=full_end).rev().find(|&upto| window(upto) && state(upto)).unwrap_or(start);
+        let bad = Component::ALL.into_iter().flat_map(|component| &results[component]);
+        let reason = bad.copied().find(|&result| result != StorageResult::Ok).filter(|_| found < end).map(reason_of);
+        Verdict { good: found - start, reason }
+    }
+}
+
+fn reason_of(result: StorageResult) -> MissReason {
+    match result {
+        StorageResult::Corrupt => MissReason::Corrupt,
+        StorageResult::Late => MissReason::BackendSlow,
+        StorageResult::Missing => MissReason::Evicted,
+        StorageResult::Ok | StorageResult::Refused | StorageResult::Failed => MissReason::BackendFailed,
+    }
+}
+
 /// Pages of one request that come layer by layer into device slots that are its own.
 #[derive(Debug)]
 pub(crate) struct LoadRun {
@@ -53,14 +121,8 @@ pub(crate) struct LoadRun {
     pub request: RequestId,
     /// Where from.
     pub origin: Origin,
-    /// Keys of the sequence, from its start to the last page of the load.
-    pub keys: Arc<[PageKey]>,
-    /// Pages of the sequence before the load.
-    pub start: usize,
-    /// Device slots.
-    pub device: Vec<u32>,
-    /// Transit pages.
-    pub transit: Vec<u32>,
+    /// What it brings.
+    pub span: LoadSpan,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -78,32 +140,17 @@ struct State {
 }
 
 impl LoadRun {
-    /// A load of `device.len()` pages, of `layers` layers, that has not begun.
-    #[allow(clippy::too_many_arguments)] // They are its fields.
-    pub fn new(
-        id: u64,
-        request: RequestId,
-        origin: Origin,
-        keys: Arc<[PageKey]>,
-        start: usize,
-        device: Vec<u32>,
-        transit: Vec<u32>,
-        layers: usize,
-    ) -> Arc<Self> {
+    /// A load of `layers` layers that has not begun.
+    pub fn new(id: u64, request: RequestId, origin: Origin, span: LoadSpan, layers: usize) -> Arc<Self> {
         let state =
             State { operation: None, began: None, landed: vec![false; layers], abandoned: false, verdict: None };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Arc::new(LoadRun { id, request, origin, keys, start, device, transit, state, changed })
+        Arc::new(LoadRun { id, request, origin, span, state, changed })
     }
 
-    /// Pages that it loads.
+    /// Pages by which it makes the prefix longer.
     pub fn pages(&self) -> usize {
-        self.device.len()
-    }
-
-    /// The keys of its pages.
-    pub fn own_keys(&self) -> &[PageKey] {
-        self.keys.get(self.start..).unwrap_or_default()
+        self.span.end() - self.span.start
     }
 
     /// It was handed down in a batch.
@@ -118,16 +165,18 @@ impl LoadRun {
         !state.abandoned
     }
 
-    /// Copies a layer, page by page, and opens its gate. `copy` is given a page's place in the load and its slot; it is called no more once the
-    /// slots are not the load's any more.
-    pub fn land(&self, layer: usize, mut copy: impl FnMut(usize, u32)) {
-        for (page, &slot) in self.device.iter().enumerate() {
-            // Under the lock, so that nobody gets the slot while it is written.
-            let state = self.state.lock();
-            if state.abandoned {
-                return;
+    /// Copies a layer, page by page, and opens its gate. `copy` is given a page's place among those of its component and its slot; it is called
+    /// no more once the slots are not the load's any more.
+    pub fn land(&self, layer: usize, mut copy: impl FnMut(Component, usize, u32)) {
+        for component in Component::ALL {
+            for (page, &slot) in self.span.device[component].iter().enumerate() {
+                // Under the lock, so that nobody gets the slot while it is written.
+                let state = self.state.lock();
+                if state.abandoned {
+                    return;
+                }
+                copy(component, page, slot);
             }
-            copy(page, slot);
         }
         if let Some(landed) = self.state.lock().landed.get_mut(layer) {
             *landed = true;
@@ -178,7 +227,12 @@ impl Eq for Arriving {}
 impl Arriving {
     /// Pages of the sequence before those that come.
     pub fn start(&self) -> usize {
-        self.0.start
+        self.0.span.start
+    }
+
+    /// The slot into which the recurrent state behind the last page comes, where the model has such: of a layer whose gate is open it can be read.
+    pub fn state_slot(&self) -> Option<u32> {
+        self.0.span.device[Component::State].first().copied()
     }
 
     /// Waits, until `until`, for the gate of a layer.
@@ -220,5 +274,76 @@ impl Arriving {
         let done = state.landed.iter().filter(|&&landed| landed).count();
         let began = state.began.filter(|_| done > 0)?;
         Some((began.elapsed().as_secs_f64() / done as f64, state.landed.len() - done))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use StorageResult::{Corrupt, Failed, Late, Missing, Ok};
+
+    use super::*;
+
+    /// A load behind 4 pages, up to page 10.
+    fn span(full: usize, window_slots: usize, states: usize, window: usize) -> LoadSpan {
+        let slots = |count: usize| (0..count as u32).collect::<Vec<_>>();
+        let device = PerComponent([slots(full), slots(window_slots), slots(states)]);
+        LoadSpan { keys: vec![[0; 32]; 10].into(), start: 4, transit: device.clone(), device, window }
+    }
+
+    fn all(span: &LoadSpan) -> PerComponent<Vec<StorageResult>> {
+        PerComponent(span.device.0.each_ref().map(|slots| vec![Ok; slots.len()]))
+    }
+
+    #[test]
+    fn a_load_is_good_up_to_its_first_bad_page() {
+        let span = span(6, 0, 0, 0);
+        let of = |results: [StorageResult; 6]| span.verdict(&PerComponent([results.into(), Vec::new(), Vec::new()]));
+        assert_eq!(of([Ok; 6]), Verdict { good: 6, reason: None });
+        assert_eq!(of([Ok, Missing, Ok, Ok, Ok, Ok]), Verdict { good: 1, reason: Some(MissReason::Evicted) });
+        assert_eq!(of([Corrupt; 6]), Verdict { good: 0, reason: Some(MissReason::Corrupt) });
+        assert_eq!(of([Late; 6]).reason, Some(MissReason::BackendSlow));
+        assert_eq!(of([Failed; 6]).reason, Some(MissReason::BackendFailed));
+    }
+
+    /// Only the window before the end was asked for: without it nothing behind the start can be gone on from, but where the window reaches
+    /// back to what is on the device.
+    #[test]
+    fn l22_a_window_that_lacks_a_page_shortens_the_hit_to_where_another_is_whole() {
+        let whole = span(6, 3, 0, 3);
+        assert_eq!(whole.from(Component::Window), 7);
+        assert_eq!(whole.verdict(&all(&whole)), Verdict { good: 6, reason: None });
+        for bad in 0..3 {
+            let mut results = all(&whole);
+            results[Component::Window][bad] = Missing;
+            assert_eq!(whole.verdict(&results), Verdict { good: 0, reason: Some(MissReason::Evicted) });
+        }
+        // The window takes as many pages as the load: the first pages of it stand on what is on the device.
+        let wide = span(6, 6, 0, 8);
+        let mut results = all(&wide);
+        results[Component::Window][2] = Missing;
+        assert_eq!(wide.verdict(&results).good, 2);
+        let mut results = all(&wide);
+        results[Component::Full][4] = Corrupt;
+        assert_eq!(wide.verdict(&results), Verdict { good: 4, reason: Some(MissReason::Corrupt) });
+    }
+
+    #[test]
+    fn l35_without_its_state_nothing_of_a_load_counts() {
+        let span = span(6, 0, 1, 0);
+        assert_eq!(span.verdict(&all(&span)), Verdict { good: 6, reason: None });
+        let mut results = all(&span);
+        results[Component::State][0] = Failed;
+        assert_eq!(span.verdict(&results), Verdict { good: 0, reason: Some(MissReason::BackendFailed) });
+        let mut results = all(&span);
+        results[Component::Full][5] = Missing;
+        assert_eq!(span.verdict(&results).good, 0, "the state stands for exactly the end");
+    }
+
+    /// G8: pages of all tokens behind the start that lacked a window or a state alone.
+    #[test]
+    fn g08_pages_that_are_on_the_device_need_not_come() {
+        let span = span(2, 0, 1, 0);
+        assert_eq!((span.from(Component::Full), span.from(Component::State)), (8, 9));
+        assert_eq!(span.verdict(&all(&span)), Verdict { good: 6, reason: None });
     }
 }

@@ -7,8 +7,11 @@ use super::run::{LoadRun, Verdict};
 use crate::cache::controller::Shared;
 use crate::cache::seal::SealFault;
 use crate::cache::stats::StorageResult;
-use crate::cache::types::MissReason;
+use crate::cache::unified::{Component, PerComponent};
 use crate::plugin::backend::PageStatus;
+
+/// A page's place: its run, its component, and where it is among the pages of that.
+pub(super) type Position = (usize, Component, usize);
 
 /// What has come of a batch.
 pub(super) struct Passage<'a> {
@@ -16,29 +19,37 @@ pub(super) struct Passage<'a> {
     pub runs: &'a [Arc<LoadRun>],
     pub words: Arc<[AtomicU32]>,
     landed: Vec<bool>,
-    /// For each run and page the checksums of its components, in order, as far as their layers have landed.
-    sums: Vec<Vec<Vec<u32>>>,
+    /// For each run and page of a component the checksums of its parts, in order, as far as their layers have landed.
+    sums: Vec<PerComponent<Vec<Vec<u32>>>>,
     /// Pages that could not be copied to the device.
-    uncopied: Vec<Vec<bool>>,
+    uncopied: Vec<PerComponent<Vec<bool>>>,
     judged: bool,
 }
 
 impl<'a> Passage<'a> {
     /// Nothing has come yet. The seals that the transit pages may still have from earlier are wiped.
     pub fn new(shared: &'a Shared, runs: &'a [Arc<LoadRun>]) -> Self {
-        let layers = shared.host.layers();
-        let components = shared.host.component_layers().count();
-        for page in runs.iter().flat_map(|run| &run.transit) {
-            // SAFETY: the load alone holds the page, and no call on it runs yet.
-            unsafe { shared.host.wipe_seal(*page) };
+        let layers = shared.layers();
+        let hosts = shared.hosts();
+        for (component, host) in &hosts {
+            for page in runs.iter().flat_map(|run| &run.span.transit[*component]) {
+                // SAFETY: the load alone holds the page, and no call on it runs yet.
+                unsafe { host.wipe_seal(*page) };
+            }
         }
+        let parts = |component: Component| shared.host_of(component).map_or(0, |host| host.component_layers().count());
+        let sums_of = |run: &LoadRun| {
+            let of = |component: Component| vec![vec![0; parts(component)]; run.span.transit[component].len()];
+            PerComponent(Component::ALL.map(of))
+        };
+        let none_of = |run: &LoadRun| PerComponent(run.span.device.0.each_ref().map(|slots| vec![false; slots.len()]));
         Passage {
             shared,
             runs,
             words: (0..layers).map(|_| AtomicU32::new(0)).collect(),
             landed: vec![false; layers],
-            sums: runs.iter().map(|run| vec![vec![0; components]; run.pages()]).collect(),
-            uncopied: runs.iter().map(|run| vec![false; run.pages()]).collect(),
+            sums: runs.iter().map(|run| sums_of(run)).collect(),
+            uncopied: runs.iter().map(|run| none_of(run)).collect(),
             judged: false,
         }
     }
@@ -53,7 +64,12 @@ impl<'a> Passage<'a> {
         if !self.judged && self.landed.iter().all(|&landed| landed) {
             self.judged = true;
             for (index, run) in self.runs.iter().enumerate() {
-                if (0..run.pages()).all(|page| self.check(index, page).is_ok()) {
+                let whole = |component: Component| {
+                    let mut pages = 0..run.span.device[component].len();
+                    pages.all(|page| self.check((index, component, page)).is_ok())
+                        && !self.uncopied[index][component].contains(&true)
+                };
+                if Component::ALL.into_iter().all(whole) {
                     run.end(Verdict { good: run.pages(), reason: None });
                 }
             }
@@ -65,38 +81,41 @@ impl<'a> Passage<'a> {
         let shared = self.shared;
         // Checksums come first: bytes that were not all there when they were taken are no hit, so what is copied after them is what they
         // stand for.
-        let components: Vec<usize> = shared.host.component_layers().collect();
-        for (run, sums) in self.runs.iter().zip(&mut self.sums) {
-            for (&page, sums) in run.transit.iter().zip(sums) {
-                for (component, sum) in sums.iter_mut().enumerate() {
-                    if components[component] == layer {
+        for (component, host) in shared.hosts() {
+            let parts: Vec<usize> = host.component_layers().collect();
+            for (run, sums) in self.runs.iter().zip(&mut self.sums) {
+                for (&page, sums) in run.span.transit[component].iter().zip(&mut sums[component]) {
+                    for (part, sum) in sums.iter_mut().enumerate().filter(|(part, _)| parts[*part] == layer) {
                         // SAFETY: the load holds the transit page, and the plugin touches the layer no more.
-                        *sum = unsafe { shared.host.checksum(page, component) };
+                        *sum = unsafe { host.checksum(page, part) };
                     }
                 }
             }
         }
         for (run, uncopied) in self.runs.iter().zip(&mut self.uncopied) {
-            run.land(layer, |page, slot| {
+            run.land(layer, |component, page, slot| {
                 // SAFETY: as above. The slot is the load's, and whoever reads it waits for the gate.
-                let copied = unsafe { copy_layer_in(shared, run.transit[page], layer, slot) };
-                uncopied[page] |= !copied;
+                let copied =
+                    unsafe { copy_layer_in(shared, component, run.span.transit[component][page], layer, slot) };
+                uncopied[component][page] |= !copied;
             });
         }
     }
 
-    /// Whether a page is what its key says.
-    fn check(&self, run: usize, page: usize) -> Result<(), SealFault> {
-        let (load, sums) = (&self.runs[run], &self.sums[run][page]);
-        let key = load.own_keys().get(page).ok_or(SealFault::Damaged)?;
+    /// Whether a page, the one at this place of its run and component, is what its key says.
+    fn check(&self, (run, component, page): Position) -> Result<(), SealFault> {
+        let (span, sums) = (&self.runs[run].span, &self.sums[run][component][page]);
+        let key = span.keys_of(component).get(page).ok_or(SealFault::Damaged)?;
+        let host = self.shared.host_of(component).ok_or(SealFault::Damaged)?;
         // SAFETY: the load holds the page. A seal that is still being written does not verify, and is looked at again.
-        unsafe { self.shared.host.verify_sums(load.transit[page], key, sums) }
+        unsafe { host.verify_sums(span.transit[component][page], key, sums) }
     }
 
     /// How a page counts at the end of the call: by its seal if all layers came, else by what was said of it.
-    pub fn result(&self, run: usize, page: usize, status: PageStatus, fault: Option<StorageResult>) -> StorageResult {
-        if self.landed.iter().all(|&landed| landed) && !self.uncopied[run][page] {
-            match self.check(run, page) {
+    pub fn result(&self, at: Position, status: PageStatus, fault: Option<StorageResult>) -> StorageResult {
+        let (run, component, page) = at;
+        if self.landed.iter().all(|&landed| landed) && !self.uncopied[run][component][page] {
+            match self.check(at) {
                 Ok(()) => return StorageResult::Ok,
                 Err(error) if status == PageStatus::Ok => {
                     let backend = self.runs[run].origin.attached.name();
@@ -115,46 +134,18 @@ impl<'a> Passage<'a> {
     }
 }
 
-/// What the results of a load's pages come to.
-pub(super) fn verdict(results: &[StorageResult]) -> Verdict {
-    let good = results.iter().take_while(|&&result| result == StorageResult::Ok).count();
-    let reason = results.get(good).map(|result| match result {
-        StorageResult::Corrupt => MissReason::Corrupt,
-        StorageResult::Late => MissReason::BackendSlow,
-        StorageResult::Missing => MissReason::Evicted,
-        StorageResult::Ok | StorageResult::Refused | StorageResult::Failed => MissReason::BackendFailed,
-    });
-    Verdict { good, reason }
-}
-
 /// Copies a layer of a transit page to the device; false if that failed.
 ///
 /// # Safety
 /// The layer of the transit page is complete and nobody writes it; the slot is the caller's, and nobody reads that layer of it yet.
-unsafe fn copy_layer_in(shared: &Shared, from: u32, layer: usize, to: u32) -> bool {
+unsafe fn copy_layer_in(shared: &Shared, component: Component, from: u32, layer: usize, to: u32) -> bool {
+    let Some((device, host)) = shared.pools(component) else { return false };
     // SAFETY: the transit pages were made for this memory; the rest is the caller's promise.
-    match unsafe { shared.device.copy_layer_in(layer, &shared.host, from, to) } {
+    match unsafe { device.copy_layer_in(layer, host, from, to) } {
         Ok(()) => true,
         Err(error) => {
             tracing::error!(%error, page = to, layer, "a layer could not be copied to the device");
             false
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_load_is_good_up_to_its_first_bad_page() {
-        use StorageResult::{Corrupt, Failed, Late, Missing, Ok};
-        let of = |results: &[StorageResult]| verdict(results);
-        assert_eq!(of(&[Ok, Ok]), Verdict { good: 2, reason: None });
-        assert_eq!(of(&[Ok, Missing, Ok]), Verdict { good: 1, reason: Some(MissReason::Evicted) });
-        assert_eq!(of(&[Corrupt]), Verdict { good: 0, reason: Some(MissReason::Corrupt) });
-        assert_eq!(of(&[Late]).reason, Some(MissReason::BackendSlow));
-        assert_eq!(of(&[Failed]).reason, Some(MissReason::BackendFailed));
-        assert_eq!(of(&[]), Verdict { good: 0, reason: None });
     }
 }

@@ -53,6 +53,13 @@ pub(super) struct Known {
     pub found: Option<Match>,
 }
 
+impl Known {
+    /// Pages of all tokens that are on the device, with those behind `device_pages` that lack a window or a state alone.
+    pub fn resident(&self) -> usize {
+        self.found.as_ref().map_or(0, |found| found.resident.pages as usize)
+    }
+}
+
 /// What storage said about a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StorageOutcome {

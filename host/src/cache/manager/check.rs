@@ -57,6 +57,7 @@ impl CacheManager {
                 Phase::Loading(draft) => Some(draft.lock.node()),
                 Phase::Granted { lock, .. } => Some(lock.node()),
             })
+            .chain(self.requests.values().filter_map(|request| request.linked.lent_node()))
             .chain(self.loads.values().map(|load| load.ticket.node()))
             .chain(self.writes.backups.values().map(|copying| copying.ticket.node()));
         for holder in holders {
@@ -111,8 +112,7 @@ impl CacheManager {
             let tree = self.all_slots(Side::Host, component).into_iter();
             let fetched = states.iter().flat_map(|state| state.lanes[component].pages.iter().flatten().copied());
             let stores = self.writes.held.values().flat_map(|held| held.pages[component].iter().copied());
-            let arriving = self.arrivals.values().filter(|_| component == Component::Full);
-            let arriving = arriving.flat_map(|run| run.transit.iter().copied());
+            let arriving = self.arrivals.values().flat_map(|run| run.span.transit[component].iter().copied());
             let held = lower.shared.registry.held(component);
             for page in tree.chain(fetched).chain(stores).chain(arriving).chain(held) {
                 match expected.get_mut(page as usize) {

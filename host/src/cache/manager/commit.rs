@@ -70,6 +70,8 @@ impl CacheManager {
         let (from, committed) = (lock.node(), *committed);
         let before = lock.window_from().map_or(0, |from| from as usize);
         let (session, priority) = (state.session.clone(), state.hints.priority);
+        // The tree's own already.
+        let lent = state.linked.lent_pages();
         // What still comes from storage is not known to be right.
         let whole = (tokens.len() / self.page_size).min(state.linked.known_until());
         if whole <= committed {
@@ -78,7 +80,8 @@ impl CacheManager {
         let shape = |found| CacheError::PageTable { request, tokens: tokens.len(), needed: whole, found };
         let found = pages.len();
         let own = pages.get_mut(committed..whole).ok_or_else(|| shape(found))?;
-        if let Some(&page) = own.iter().find(|&&page| !self.device.is_callers(page)) {
+        let foreign = |&(at, page): &(usize, u32)| !lent.contains(&(committed + at)) && !self.device.is_callers(page);
+        if let Some((_, page)) = own.iter().copied().enumerate().find(foreign) {
             return Err(CacheError::ForeignPage { request, page });
         }
         let found = windows.len();
@@ -112,7 +115,9 @@ impl CacheManager {
                 continue;
             };
             // What the tree had already it frees as its own.
-            self.give_to_tree(Component::Full, &given[..inserted.pages]);
+            let given: Vec<u32> =
+                (0..inserted.pages).filter(|page| !lent.contains(&(at + page))).map(|page| given[page]).collect();
+            self.give_to_tree(Component::Full, &given);
             if !given_windows.is_empty() {
                 let live: Vec<u32> =
                     given_windows[..inserted.pages].iter().copied().filter(|&slot| slot != NO_SLOT).collect();
@@ -160,8 +165,8 @@ impl CacheManager {
             StateOutcome::NotReached | StateOutcome::NotGiven => self.free_states(&[slot]),
         }
         self.carry_out_for(inserted.actions, session.as_ref(), 0);
-        // It came after the pages. Where they went down before, it follows them.
-        if self.tree.info(from).is_ok_and(|info| info.on_host || info.backing) {
+        // It came after the pages. Where they went down before, it follows them; to stores it goes by itself.
+        if self.config.linked || self.tree.info(from).is_ok_and(|info| info.on_host || info.backing) {
             self.back_up_nodes(vec![from], 0, session.as_ref());
         }
     }
@@ -244,6 +249,7 @@ impl CacheManager {
 
     /// Unlocks what a request holds, and frees the pages of its tables that are not the tree's.
     fn let_go(&mut self, state: &mut Request, tables: &PageTables) {
+        let lent = state.linked.lent_pages();
         // Before its pages are anybody else's.
         self.drop_load(state);
         let saves = std::mem::take(&mut state.saves).into_iter().chain(state.trail.take());
@@ -256,7 +262,13 @@ impl CacheManager {
             Phase::Loading(draft) => (draft.lock, 0),
             Phase::Granted { lock, committed } => (lock, committed),
         };
-        self.free_tables(tables, committed);
+        if lent.is_empty() {
+            self.free_tables(tables, committed);
+        } else {
+            let mut own = tables.clone();
+            own.pages.get_mut(lent).into_iter().flatten().for_each(|page| *page = NO_SLOT);
+            self.free_tables(&own, committed);
+        }
         let node = lock.node();
         self.unlock(lock);
         if self.tree.contains(node) {

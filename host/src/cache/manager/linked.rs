@@ -9,10 +9,10 @@ use super::admit::{FOLLOW_UPS, Known, Request};
 use super::grant::{Draft, Phase};
 use crate::cache::config::PrefetchPolicy;
 use crate::cache::controller::{CancelSet, FetchStep};
-use crate::cache::linker::{Answer, Arriving, LoadBatch, LoadRun, Lookup, Origin};
-use crate::cache::pool::HostPool;
-use crate::cache::types::{Acquire, CacheError, MissReason, Prefetch, RequestId};
-use crate::cache::unified::{Component, NodeId, PerComponent, Room, Side};
+use crate::cache::linker::{Answer, Arriving, Hit, LoadBatch, LoadRun, LoadSpan, Lookup, Origin};
+use crate::cache::pool::{DevicePages, HostPool};
+use crate::cache::types::{Acquire, CacheError, MissReason, PageTables, Prefetch, RequestId};
+use crate::cache::unified::{Component, Lock, NO_SLOT, NodeId, Parts, PerComponent, Room, Side, Slots};
 
 /// How a request stands with storage.
 #[derive(Debug, Default)]
@@ -23,8 +23,10 @@ pub(super) struct Linked {
     times_asked: u32,
     /// Its load, until that is settled.
     run: Option<Arc<LoadRun>>,
-    /// Pages of the sequence that a load brought and that are not in the tree yet, and the backend's bit there.
-    loaded: Option<(Range<usize>, u64)>,
+    /// What a load brought that is not in the tree yet.
+    loaded: Option<Loaded>,
+    /// Pages of the tree in its page table, behind those that it holds: they lack a window or a state alone, which a load brings.
+    lent: Option<Lent>,
     /// Until when it waits for transit pages.
     room_until: Option<Instant>,
 }
@@ -47,8 +49,36 @@ impl Linked {
 
     /// Pages of the sequence before those that still come.
     pub fn known_until(&self) -> usize {
-        self.run.as_ref().map_or(usize::MAX, |run| run.start)
+        self.run.as_ref().map_or(usize::MAX, |run| run.span.start)
     }
+
+    /// Pages of its sequence in whose place its table has the tree's own.
+    pub fn lent_pages(&self) -> Range<usize> {
+        self.lent.as_ref().map_or(0..0, |lent| lent.pages.clone())
+    }
+
+    /// The node up to whose end the tree's pages are lent.
+    pub fn lent_node(&self) -> Option<NodeId> {
+        self.lent.as_ref().map(|lent| lent.lock.node())
+    }
+}
+
+/// Pages that a load brought, until they are in the tree.
+#[derive(Debug)]
+struct Loaded {
+    /// Pages of the sequence before the first of each component.
+    from: PerComponent<u32>,
+    /// Pages of the sequence with all of them.
+    end: usize,
+    /// The bit in the tree of the backend that they came from.
+    bit: u64,
+}
+
+/// Pages of the tree that a request reads and does not own.
+#[derive(Debug)]
+struct Lent {
+    lock: Lock,
+    pages: Range<usize>,
 }
 
 /// What became of the pages that a grant said would come.
@@ -58,6 +88,9 @@ pub struct Settled {
     pub tokens: usize,
     /// Of these, tokens that came.
     pub came: usize,
+    /// Slot of the recurrent state behind them, where the model has such and there are any: to be copied before anything else is asked of the
+    /// cache.
+    pub state: Option<u32>,
     /// Why the rest did not, if there is one.
     pub reason: Option<MissReason>,
 }
@@ -70,10 +103,25 @@ enum Plan {
     NoSpace,
     Load {
         origin: Origin,
-        keys: Arc<[[u8; 32]]>,
-        device: Vec<u32>,
-        transit: Vec<u32>,
+        span: LoadSpan,
+        lent: Option<Lent>,
     },
+}
+
+/// What a load has to bring to get to the end of a page, depending on which one.
+struct Needs {
+    /// Pages of the sequence before it.
+    start: usize,
+    /// Pages of all tokens that are on the device.
+    resident: usize,
+    window: usize,
+    states: usize,
+}
+
+impl Needs {
+    fn upto(&self, end: usize) -> PerComponent<usize> {
+        PerComponent([end.saturating_sub(self.resident), self.window.min(end - self.start), self.states])
+    }
 }
 
 impl CacheManager {
@@ -103,6 +151,7 @@ impl CacheManager {
             request: state.id,
             path,
             start: found.pages,
+            held: found.resident().saturating_sub(found.pages),
             tokens: state.prompt.get(from..to).unwrap_or_default().to_vec(),
             threshold: threshold.div_ceil(self.page_size),
             until: self.patience(span, false).map(|patience| Instant::now() + patience),
@@ -122,10 +171,12 @@ impl CacheManager {
         // What the answer stands on may have left the device since.
         if let Some(answer) = &state.linked.answer
             && state.linked.times_asked <= FOLLOW_UPS
-            && self.find(state).device_pages < answer.start
         {
-            state.linked.answer = None;
-            self.start_fetch(state);
+            let found = self.find(state);
+            if found.device_pages < answer.start || found.resident() < answer.start + answer.held {
+                state.linked.answer = None;
+                self.start_fetch(state);
+            }
         }
         let policy = self.config.prefetch_policy;
         let patience = state.linked.asked.as_ref().and_then(|asked| self.patience(asked.span, false));
@@ -158,13 +209,24 @@ impl CacheManager {
         state.storage.reason = Some(MissReason::BackendSlow);
     }
 
+    /// Whether pages go between device and storage with no host tier between.
+    pub fn is_linked(&self) -> bool {
+        self.config.linked
+    }
+
+    /// Whether storage has said that it has more of a request's prompt than the device.
+    pub fn has_hit(&self, request: RequestId) -> bool {
+        let answer = self.requests.get(&request).and_then(|state| state.linked.answer.as_ref());
+        answer.is_some_and(|answer| answer.end() > answer.start)
+    }
+
     /// Storage has said what it has.
     pub(super) fn looked_up(&mut self, lookup: &Lookup, answer: Answer) {
         let Some(state) = self.requests.get_mut(&lookup.request) else { return };
         if state.linked.asked.take_if(|asked| asked.lookup.id == lookup.id).is_none() {
             return;
         }
-        state.storage.hit_end = answer.hit.as_ref().map_or(answer.start, |(end, _)| *end);
+        state.storage.hit_end = answer.end();
         state.storage.reason = answer.fault;
         state.linked.answer = Some(answer);
     }
@@ -172,7 +234,7 @@ impl CacheManager {
     /// Grants what is on the device, and behind it slots for what storage has.
     pub(super) fn grant_with_load(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
         let pages = self.tree.end(draft.lock.node()).map_or(0, |end| end as usize);
-        let (origin, keys, device, transit) = match self.plan_load(state, pages, tokens) {
+        let (origin, span, lent) = match self.plan_load(state, pages, tokens) {
             Plan::Nothing => return self.grant(state, draft, tokens),
             Plan::NoSpace => {
                 self.unlock(draft.lock);
@@ -183,75 +245,162 @@ impl CacheManager {
                 state.phase = Phase::Queued { ignore_host: false };
                 return Acquire::Loading;
             }
-            Plan::Load { origin, keys, device, transit } => (origin, keys, device, transit),
+            Plan::Load { origin, span, lent } => (origin, span, lent),
         };
-        let layers = self.host().map_or(0, HostPool::layers);
+        let layers = self.lower.as_ref().map_or(0, |lower| lower.shared.layers());
         let id = self.new_id();
-        let run = LoadRun::new(id, state.id, origin, keys, pages, device, transit, layers);
+        let run = LoadRun::new(id, state.id, origin, span, layers);
         self.arrivals.insert(id, Arc::clone(&run));
         self.queued_loads.push(id);
         state.linked.run = Some(Arc::clone(&run));
+        let lent_slots = lent.as_ref().map_or(Vec::new(), |lent| self.slots_of(lent));
+        state.linked.lent = lent;
         let mut acquired = self.grant(state, draft, tokens);
         if let Acquire::Granted(grant) = &mut acquired {
             let root = self.tree.root(&state.namespace);
-            let come = run.pages() * self.page_size;
-            grant.pages.extend_from_slice(&run.device);
-            grant.tokens += come;
-            grant.from_storage += come;
-            grant.why = self.misses(state, root, tokens, pages + run.pages());
+            let (span, size) = (&run.span, self.page_size);
+            grant.from_device += lent_slots.len() * size;
+            grant.from_storage += (run.pages() - lent_slots.len()) * size;
+            grant.tokens += run.pages() * size;
+            grant.pages.extend(lent_slots);
+            grant.pages.extend_from_slice(&span.device[Component::Full]);
+            if self.windows.is_some() {
+                grant.windows.resize(span.from(Component::Window), NO_SLOT);
+                grant.windows.extend_from_slice(&span.device[Component::Window]);
+            }
+            grant.why = self.misses(state, root, tokens, span.end());
+            grant.state = None;
+            grant.branch = grant.branch.filter(|&tokens| tokens > grant.tokens);
             grant.arriving = Some(Arriving(run));
         }
         acquired
     }
 
+    /// Slots of pages that are lent.
+    fn slots_of(&self, lent: &Lent) -> Vec<u32> {
+        let table = self.tree.device_table(Component::Full, lent.lock.node()).unwrap_or_default();
+        table.get(lent.pages.clone()).unwrap_or_default().to_vec()
+    }
+
+    /// What is on the device behind the first `pages` pages of a sequence, and lacks a window or a state alone, held until it is given back.
+    fn lend(&mut self, state: &Request, pages: usize, tokens: &[u32]) -> Option<Lent> {
+        if self.tree.components().len() == 1 {
+            return None;
+        }
+        let root = self.tree.find_root(&state.namespace)?;
+        let reusable = state.reusable_pages(tokens.len(), self.page_size);
+        let found = self.tree.find(root, tokens.get(..reusable * self.page_size)?)?;
+        let upto = found.resident.pages as usize;
+        if upto <= pages {
+            return None;
+        }
+        let settled = self.tree.settle(found.resident);
+        let node = self.sound(settled)?;
+        let locked = self.tree.lock_parts(node, Parts::FULL);
+        Some(Lent { lock: self.sound(locked)?, pages: pages..upto })
+    }
+
     fn plan_load(&mut self, state: &mut Request, pages: usize, tokens: &[u32]) -> Plan {
-        let Some(Answer { start, keys, hit: Some((end, origin)), .. }) = &state.linked.answer else {
+        let Some(Answer { start, held, keys, hit: Some(Hit { lengths, origin }), .. }) = &state.linked.answer else {
             return Plan::Nothing;
         };
-        let (keys, origin) = (Arc::clone(keys), origin.clone());
-        let end = (*end).min(state.reusable_pages(tokens.len(), self.page_size));
+        let (start, held_end) = (*start, start + held);
+        let limit = state.reusable_pages(tokens.len(), self.page_size).min(keys.len());
         // Storage may have been changed or emptied since.
         let stands =
             self.writes.view_of(&origin.attached).is_some() && origin.attached.times_emptied() == origin.emptied;
-        if *start > pages || end <= pages || !stands {
+        if start > pages || !stands {
             return Plan::Nothing;
         }
-        let (free, capacity) = self.host().map_or((0, 0), |host| (host.free_count(), host.capacity()));
-        let mut count = (end - pages).min(capacity);
-        if free < count {
+        // From the longest on.
+        let ends: Vec<usize> = (pages + 1..=limit).rev().filter(|end| lengths.contains(end - start)).collect();
+        if ends.is_empty() {
+            return Plan::Nothing;
+        }
+        let (keys, origin) = (Arc::clone(keys), origin.clone());
+        let lent = self.lend(state, pages, tokens);
+        let resident = lent.as_ref().map_or(pages, |lent| lent.pages.end);
+        let taken = match resident < held_end.min(ends[0]) {
+            // What nobody asked storage for has left the device.
+            true => Err(Plan::Nothing),
+            false => self.take_load_room(state, pages, resident, &ends),
+        };
+        let (end, device, transit) = match taken {
+            Ok(taken) => taken,
+            Err(plan) => {
+                self.give_back_lent(lent);
+                return plan;
+            }
+        };
+        // A shorter load may end before what is on the device does.
+        let lent = lent.map(|lent| Lent { pages: lent.pages.start..lent.pages.end.min(end), ..lent });
+        let window = self.window_pages();
+        let keys = keys.get(..end).map_or(keys.clone(), Arc::from);
+        Plan::Load { origin, span: LoadSpan { keys, start: pages, device, transit, window }, lent }
+    }
+
+    /// Slots and transit pages for a load to the longest of `ends` for which there is room, in time.
+    fn take_load_room(
+        &mut self,
+        state: &mut Request,
+        start: usize,
+        resident: usize,
+        ends: &[usize],
+    ) -> Result<(usize, Slots, Slots), Plan> {
+        let (window, states) = (self.window_pages(), usize::from(self.states.is_some()));
+        let needs = Needs { start, resident, window, states };
+        let longest = |has: &dyn Fn(Component) -> usize| {
+            let fits = |end: &usize| {
+                let needed = needs.upto(*end);
+                Component::ALL.into_iter().all(|component| needed[component] <= has(component))
+            };
+            ends.iter().copied().find(fits)
+        };
+        let host = |component: Component| self.host_pool(component);
+        let wanted = longest(&|component| host(component).map_or(0, HostPool::capacity));
+        let mut chosen = longest(&|component| host(component).map_or(0, HostPool::free_count));
+        if chosen != wanted {
             let now = Instant::now();
             let patience = self.config.prefetch_timeout_base;
             let until = *state.linked.room_until.get_or_insert(now + patience);
             if now < until && !(self.arrivals.is_empty() && self.writes.held.is_empty()) {
-                return Plan::Wait;
+                return Err(Plan::Wait);
             }
-            count = free;
         }
-        let full = |count: usize| PerComponent([count, 0, 0]);
-        let mut slots = self.take_slots(Side::Device, &full(count));
-        if slots.is_none() {
+        let mut device = chosen.and_then(|end| self.take_slots(Side::Device, &needs.upto(end)));
+        if device.is_none() && chosen.is_some() {
             if !self.nobody_else_holds_pages() {
-                return Plan::NoSpace;
+                return Err(Plan::NoSpace);
             }
             // Waiting would bring nothing: what fits.
-            count = count.min(self.available_pages());
-            slots = self.take_slots(Side::Device, &full(count));
+            let room = Component::ALL.map(|component| {
+                let free = self.device_pool(component).map_or(0, DevicePages::free_count);
+                let transit = self.host_pool(component).map_or(0, HostPool::free_count);
+                transit.min(free + self.tree.sizes(component).unlocked)
+            });
+            chosen = longest(&|component| room[component as usize]);
+            device = chosen.and_then(|end| self.take_slots(Side::Device, &needs.upto(end)));
         }
-        let Some(mut slots) = slots.filter(|_| count > 0) else {
+        let (Some(end), Some(device)) = (chosen, device) else {
             state.storage.reason = Some(MissReason::HostFull);
-            return Plan::Nothing;
+            return Err(Plan::Nothing);
         };
-        let device = std::mem::take(&mut slots[Component::Full]);
-        let Some(transit) = self.host().and_then(|host| host.alloc(count)) else {
-            self.free_pages(&device);
-            return Plan::Nothing;
+        let transit = self.lower.as_ref().and_then(|lower| lower.shared.alloc_host(&needs.upto(end)));
+        let Some(transit) = transit else {
+            self.give_back_all(Side::Device, device);
+            return Err(Plan::Nothing);
         };
         state.linked.room_until = None;
-        if pages + count < end {
+        if end < ends[0] {
             state.storage.reason = Some(MissReason::HostFull);
         }
-        let keys = keys.get(..pages + count).map_or(keys.clone(), Arc::from);
-        Plan::Load { origin, keys, device, transit }
+        Ok((end, device, transit))
+    }
+
+    fn give_back_lent(&mut self, lent: Option<Lent>) {
+        if let Some(Lent { lock, .. }) = lent {
+            self.unlock(lock);
+        }
     }
 
     /// Starts all loads that were granted since the last time: those from one backend as one batch.
@@ -280,12 +429,13 @@ impl CacheManager {
     }
 
     /// Takes in what came of the pages that still were to come for a request, if that is known: the good ones go into the tree, and are the
-    /// request's as if they had been granted. `pages` is its page table, `tokens` its sequence. None while it is not over.
+    /// request's as if they had been granted; the others leave its tables, with all that is behind them. `tokens` is its sequence. None while
+    /// it is not over.
     pub fn settle_load(
         &mut self,
         request: RequestId,
         tokens: &[u32],
-        pages: &mut [u32],
+        tables: &mut PageTables,
     ) -> Result<Option<Settled>, CacheError> {
         let state = self.requests.get_mut(&request).ok_or(CacheError::UnknownRequest(request))?;
         let Some(verdict) = state.linked.run.as_ref().and_then(|run| run.verdict()) else {
@@ -294,37 +444,75 @@ impl CacheManager {
         let Some(run) = state.linked.run.take() else { return Ok(None) };
         // Nothing of it writes into the slots any more, whatever the backend still does.
         run.abandon();
-        let end = run.start + verdict.good;
+        let (span, size) = (&run.span, self.page_size);
+        let end = span.start + verdict.good;
+        let lent = state.linked.lent_pages();
         let stands = run.origin.attached.times_emptied() == run.origin.emptied;
         let bit = self.writes.view_of(&run.origin.attached).filter(|_| stands).map(|at| self.writes.views[at].bit);
-        state.linked.loaded = bit.map(|bit| (run.start..end, bit));
+        let from = PerComponent(Component::ALL.map(|component| span.from(component) as u32));
+        state.linked.loaded = bit.map(|bit| Loaded { from, end, bit });
         // What storage has of the rest is not believed any more.
         if verdict.reason.is_some() {
             state.linked.answer = None;
         }
-        let (came, size) = (verdict.good * self.page_size, self.page_size);
+        let private = span.device[Component::State].first().copied();
+        if end == span.end() {
+            state.saves.extend(private.map(|slot| (end * size, slot)));
+        } else {
+            self.cut_tables(tables, end, &lent);
+            self.give_back(Side::Device, Component::State, private.as_slice());
+        }
+        let held = end.min(lent.end).saturating_sub(lent.start);
+        let came = (verdict.good - held) * size;
         self.count(|counters| &counters.granted_storage_tokens, came);
+        self.count(|counters| &counters.granted_device_tokens, held * size);
         let lost = (run.pages() - verdict.good) * size;
         self.count(|counters| &counters.unfulfilled_storage_transfer_tokens, lost);
-        self.commit(request, tokens.get(..end * size).unwrap_or_default(), pages, &mut [])?;
-        Ok(Some(Settled { tokens: end * size, came, reason: verdict.reason }))
+        let PageTables { pages, windows } = tables;
+        let taken = self.commit(request, tokens.get(..end * size).unwrap_or_default(), pages, windows);
+        let lent = self.requests.get_mut(&request).and_then(|state| state.linked.lent.take());
+        self.give_back_lent(lent);
+        taken?;
+        Ok(Some(Settled { tokens: end * size, came, state: self.state_behind(request, end), reason: verdict.reason }))
+    }
+
+    /// Takes what is behind the first `kept` pages out of tables. Pages of `lent` are the tree's.
+    fn cut_tables(&mut self, tables: &mut PageTables, kept: usize, lent: &Range<usize>) {
+        let PageTables { pages, windows } = tables;
+        let own: Vec<u32> = (kept..pages.len()).filter(|page| !lent.contains(page)).map(|page| pages[page]).collect();
+        self.free_pages(&own);
+        self.free_windows(windows.get(kept..).unwrap_or_default());
+        pages.truncate(kept);
+        windows.truncate(kept);
+    }
+
+    /// Slot of the state behind the first `pages` pages of a request, which are what it holds.
+    fn state_behind(&self, request: RequestId, pages: usize) -> Option<u32> {
+        let Phase::Granted { lock, committed } = &self.requests.get(&request)?.phase else { return None };
+        let node = lock.node();
+        (self.states.is_some() && *committed == pages && pages > 0).then_some(())?;
+        self.tree.device_slots(Component::State, node).ok()?.first().copied()
     }
 
     /// Marks pages that a load brought as stored where they came from, so that they are not offered there again.
     pub(super) fn mark_loaded(&mut self, request: RequestId, node: NodeId, upto: usize) {
         let Some(state) = self.requests.get_mut(&request) else { return };
-        let Some((range, bit)) = state.linked.loaded.take_if(|(range, _)| range.end <= upto) else { return };
-        if range.end == upto && !range.is_empty() {
-            let marked = self.tree.mark_stored(node, range.start as u32, bit);
+        let Some(loaded) = state.linked.loaded.take_if(|loaded| loaded.end <= upto) else { return };
+        if loaded.end == upto {
+            let marked = self.tree.mark_stored(node, loaded.from, loaded.bit);
             self.sound(marked);
         }
     }
 
-    /// A request goes, or starts anew: its load, if it has one, goes on without it or does not begin.
+    /// A request goes, or starts anew: its load, if it has one, goes on without it or does not begin. Gives back what of the tree's was in its
+    /// table.
     pub(super) fn drop_load(&mut self, state: &mut Request) {
         state.linked.loaded = None;
+        let lent = state.linked.lent.take();
+        self.give_back_lent(lent);
         let Some(run) = state.linked.run.take() else { return };
         run.abandon();
+        self.give_back(Side::Device, Component::State, &run.span.device[Component::State]);
         if let Some(at) = self.queued_loads.iter().position(|&queued| queued == run.id) {
             self.queued_loads.remove(at);
             return self.load_over(run.id);
@@ -338,9 +526,18 @@ impl CacheManager {
 
     /// Nothing of a load runs any more. Pages that a late call still holds are held by it.
     pub(super) fn load_over(&mut self, id: u64) {
-        if let Some(run) = self.arrivals.remove(&id) {
-            self.give_back(Side::Host, Component::Full, &run.transit);
+        if let Some(run) = self.arrivals.remove(&id)
+            && let Some(lower) = &self.lower
+        {
+            lower.shared.release_host(run.span.transit.clone());
         }
+    }
+
+    /// What a pass that is void was to leave in the slots of states that were reserved for a request is not there: they are given back.
+    pub fn forget_states(&mut self, request: RequestId) {
+        let Some(state) = self.requests.get_mut(&request) else { return };
+        let reserved: Vec<u32> = state.saves.drain(..).chain(state.trail.take()).map(|(_, slot)| slot).collect();
+        self.give_back(Side::Device, Component::State, &reserved);
     }
 
     /// A forward pass was given up because a layer from storage was late.

@@ -130,15 +130,6 @@ impl CacheManager {
             _ if config.linked => Below::Stores,
             _ => Below::Host,
         };
-        if config.linked && (window.is_some() || state.is_some()) {
-            let kept = if window.is_some() { "pages of sliding windows" } else { "recurrent states" };
-            return Err(CacheError::Config {
-                key: "cache.mode",
-                problem: format!(
-                    "\"linker\" serves models that keep pages of all tokens alone, and this model keeps {kept} beside them; take \"hierarchical\""
-                ),
-            });
-        }
         let tree = Tree::new(TreeConfig {
             page_size,
             policy: config.eviction,

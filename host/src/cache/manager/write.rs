@@ -134,6 +134,11 @@ impl CacheManager {
         }
     }
 
+    /// Stores, as bits, that have all of a node that they can be given: what is on the host, in linker mode what is on the device.
+    fn stored_of(&self, node: &NodeInfo) -> u64 {
+        if self.config.linked { node.stored_all } else { node.stored }
+    }
+
     /// Queues a node, if it can be stored, for the backends that are to be given it.
     pub(super) fn want_stored(&mut self, node: NodeId) {
         self.want(node, u32::MAX, None, false);
@@ -149,8 +154,9 @@ impl CacheManager {
         let start = start.min(info.start);
         let pages = (info.start + info.pages - start) as usize;
         let mut queued = false;
+        let stored = self.stored_of(&info);
         for view in &mut self.writes.views {
-            let known = (info.stored | info.writing) & view.bit != 0;
+            let known = (stored | info.writing) & view.bit != 0;
             let due = view.is_due(&info, self.config.write_policy, self.writes.draining);
             if known || !due || (mindful && view.is_quiet()) {
                 continue;
@@ -180,7 +186,7 @@ impl CacheManager {
         }
         let path = self.tree.path(end);
         for node in self.sound(path).unwrap_or_default() {
-            if self.tree.info(node).is_ok_and(|info| info.stored & all != all) {
+            if self.tree.info(node).is_ok_and(|info| self.stored_of(&info) & all != all) {
                 self.want(node, u32::MAX, None, true);
             }
         }
@@ -218,8 +224,10 @@ impl CacheManager {
                 let Some((job, tickets)) = self.next_store_job(at) else { break };
                 let mut pages = Slots::default();
                 if self.config.linked {
-                    // The job has them from the start, and all its parts go by way of the same.
-                    pages[Component::Full] = job.parts.first().map(|part| part.pages.clone()).unwrap_or_default();
+                    // The job has them from the start, and all parts of a component go by way of the same.
+                    for part in &job.parts {
+                        pages[part.component].clone_from(&part.pages);
+                    }
                 } else {
                     for part in &job.parts {
                         pages[part.component].extend_from_slice(&part.pages);
@@ -263,7 +271,7 @@ impl CacheManager {
         let path = self.tree.key_path(*nodes.last()?);
         let path = self.sound(path)?;
         let transit = match self.config.linked {
-            true => match self.transit_for_store(pages) {
+            true => match self.transit_for_store(&nodes) {
                 Some(transit) => transit,
                 None => {
                     // They wait until what is under way has given some back.
@@ -273,7 +281,7 @@ impl CacheManager {
                     return None;
                 }
             },
-            false => Vec::new(),
+            false => Slots::default(),
         };
         let source = if self.config.linked { Source::Device } else { Source::Host };
         let mut tickets = Vec::with_capacity(nodes.len());
@@ -290,12 +298,17 @@ impl CacheManager {
             }
         }
         if tickets.is_empty() {
-            self.give_back(Side::Host, Component::Full, &transit);
+            self.give_back_all(Side::Host, transit);
             return None;
         }
         if self.config.linked {
             for part in &mut parts {
-                part.device = std::mem::replace(&mut part.pages, transit.clone());
+                part.device = std::mem::replace(&mut part.pages, transit[part.component].clone());
+            }
+            for component in Component::ALL {
+                if !parts.iter().any(|part| part.component == component) {
+                    self.give_back(Side::Host, component, &transit[component]);
+                }
             }
         }
         // Pages of all tokens come last: who finds them finds what stands beside them.
@@ -315,17 +328,21 @@ impl CacheManager {
         Some((job, tickets))
     }
 
-    /// Transit pages by way of which so many pages are offloaded, a batch at a time. Offloads leave half of them to loads, which requests wait
-    /// for.
-    fn transit_for_store(&self, pages: usize) -> Option<Vec<u32>> {
-        let host = self.host()?;
-        let most = (host.capacity() / 2).max(1);
-        let count = pages.min(BATCH_PAGES).min(most);
-        let under_way: usize = self.writes.held.values().map(|held| held.pages[Component::Full].len()).sum();
-        if under_way + count > most {
-            return None;
+    /// Transit pages by way of which nodes are offloaded, a batch at a time. Offloads leave half of them to loads, which requests wait for.
+    fn transit_for_store(&self, nodes: &[NodeId]) -> Option<Slots> {
+        let mut counts = PerComponent::default();
+        for component in Component::ALL {
+            let Some(host) = self.host_pool(component) else { continue };
+            let slots = |&node: &NodeId| self.tree.device_slots(component, node).map_or(0, <[u32]>::len);
+            let most = (host.capacity() / 2).max(1);
+            let count = nodes.iter().map(slots).sum::<usize>().min(BATCH_PAGES).min(most);
+            let under_way: usize = self.writes.held.values().map(|held| held.pages[component].len()).sum();
+            if under_way + count > most {
+                return None;
+            }
+            counts[component] = count;
         }
-        host.alloc(count)
+        self.lower.as_ref()?.shared.alloc_host(&counts)
     }
 
     fn pages_of(&self, nodes: &[NodeId]) -> usize {
@@ -336,7 +353,8 @@ impl CacheManager {
     fn storable(&self, wanted: &Wanted, bit: u64) -> Vec<NodeId> {
         let mut nodes = self.tree.parts(wanted.node, wanted.start).unwrap_or_default();
         let can_be = |node: &NodeId| {
-            self.tree.info(*node).is_ok_and(|info| self.can_be_stored(&info) && (info.writing | info.stored) & bit == 0)
+            let open = |info: NodeInfo| (info.writing | self.stored_of(&info)) & bit == 0 && self.can_be_stored(&info);
+            self.tree.info(*node).is_ok_and(open)
         };
         let first = nodes.iter().rposition(|node| !can_be(node)).map_or(0, |gap| gap + 1);
         nodes.split_off(first)

@@ -331,13 +331,17 @@ impl Tree {
         Ok(())
     }
 
-    /// Says that these stores have what is known of the path from page `from` to `node`, of all components: it came from there.
-    pub fn mark_stored(&mut self, node: NodeId, from: u32, stores: u64) -> Result<(), TreeError> {
+    /// Says that these stores have what is known of the path to `node`, of each component from its page of `from` on: it came from there.
+    pub fn mark_stored(&mut self, node: NodeId, from: PerComponent<u32>, stores: u64) -> Result<(), TreeError> {
         let at = self.resolve(node)?;
-        for part in self.arena.parts(at, from) {
-            for &component in self.components {
+        for &component in self.components {
+            let first = from[component];
+            for part in self.arena.parts(at, first) {
+                // A state stands at the end of its node, the others all along.
+                let node = self.arena.node(part);
+                let since = if component == Component::State { node.end().saturating_sub(1) } else { node.start };
                 let cell = self.cell_mut(component, part);
-                if cell.on_device() || !cell.host.is_empty() {
+                if since >= first && (cell.on_device() || !cell.host.is_empty()) {
                     cell.stored |= stores;
                 }
             }

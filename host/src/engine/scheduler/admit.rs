@@ -34,6 +34,7 @@ impl Scheduler {
     /// Admits samples in order of service and returns when a wait ends at the latest.
     pub(super) fn admit(&mut self) -> Option<Instant> {
         let mut until = None;
+        let mut short = false;
         let mut passed = Vec::new();
         let mut waiting = std::mem::take(&mut self.waiting).into_iter();
         while self.takes_more() {
@@ -45,7 +46,7 @@ impl Scheduler {
                     passed.push(sequence);
                 }
                 Attempt::NoRoom(sequence) => {
-                    self.blocked = true;
+                    (self.blocked, short) = (true, true);
                     passed.push(sequence);
                 }
                 Attempt::Failed(sequence, message) => {
@@ -54,13 +55,17 @@ impl Scheduler {
                 }
             }
         }
-        self.parts.cache.start_loads();
         passed.extend(waiting);
         // A failed sample may have released followers into the queue.
         let released = std::mem::replace(&mut self.waiting, passed);
         for sequence in released {
             insert(&mut self.waiting, sequence);
         }
+        if short && self.give_back_early() {
+            self.blocked = false;
+        }
+        self.load_early();
+        self.parts.cache.start_loads();
         until
     }
 
@@ -75,6 +80,9 @@ impl Scheduler {
 
     fn try_admit(&mut self, mut sequence: Sequence) -> Attempt {
         let id = sequence.cache_id;
+        if let Some(grant) = sequence.early.take() {
+            return self.settle(sequence, grant);
+        }
         if self.prefix_is_coming(&sequence) {
             return Attempt::Later(sequence, None);
         }
@@ -96,7 +104,7 @@ impl Scheduler {
 
     /// Whether a running prompt is about to compute a prefix that this sample shares. It waits for
     /// the pages then; requests with the same prompt at the same time compute it once.
-    fn prefix_is_coming(&self, sequence: &Sequence) -> bool {
+    pub(super) fn prefix_is_coming(&self, sequence: &Sequence) -> bool {
         let limit = sequence.next_prompt_row().unwrap_or(sequence.tokens.len() - 1);
         self.running.iter().any(|other| {
             if other.known() >= other.prompt_len || other.group.namespace != sequence.group.namespace {
@@ -161,7 +169,8 @@ impl Scheduler {
             return Ok(());
         }
         let slot = self.slots.take().ok_or("more samples run than there are slots")?;
-        if memory.is_recurrent() && sequence.computed > 0 {
+        // What still comes is put in place layer by layer.
+        if memory.is_recurrent() && sequence.computed > 0 && sequence.arrival.is_none() {
             let state = state.ok_or("the cache granted a prefix without the state behind it")?;
             memory.copy_slot(state, slot.number()).map_err(|error| format!("a state could not be copied: {error}"))?;
         }
@@ -171,7 +180,7 @@ impl Scheduler {
 
     /// Whether the pool has pages for what this sample and the running ones are expected to
     /// need, beyond what they hold. A sample alone always may try.
-    fn has_room(&self, sequence: &Sequence, granted: usize) -> bool {
+    pub(super) fn has_room(&self, sequence: &Sequence, granted: usize) -> bool {
         if self.running.is_empty() {
             return true;
         }

@@ -89,6 +89,7 @@ impl Scheduler {
             max_len,
             computed: 0,
             tables: PageTables::default(),
+            early: None,
             arrival: None,
             slot: None,
             branch: None,

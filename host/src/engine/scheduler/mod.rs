@@ -8,6 +8,7 @@ mod admit;
 mod arrive;
 mod commands;
 mod drain;
+mod early;
 mod output;
 mod retire;
 mod sequence;

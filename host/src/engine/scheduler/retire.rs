@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Scheduler;
+use super::early::tables_of;
 use super::sequence::{Sequence, Wait};
 use crate::engine::request::{Event, FinishReason, MatchedStop};
 
@@ -14,7 +15,10 @@ impl Scheduler {
     pub(super) fn retire(&mut self, mut sequence: Sequence, reason: FinishReason) {
         if sequence.wait != Wait::New {
             let computed = sequence.tokens.get(..sequence.computed).unwrap_or_default();
-            let tables = std::mem::take(&mut sequence.tables);
+            let tables = match sequence.early.take() {
+                Some(grant) => tables_of(grant),
+                None => std::mem::take(&mut sequence.tables),
+            };
             if sequence.broken {
                 self.parts.cache.abort(sequence.cache_id, tables);
             } else {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::arrive::Arrival;
-use crate::cache::{CacheNamespace, Miss, PageTables, RequestId, ReuseHints};
+use crate::cache::{CacheNamespace, Grant, Miss, PageTables, RequestId, ReuseHints};
 use crate::engine::memory::Slot;
 use crate::engine::request::{AbortKind, Event, FinishReason, LogprobOptions, MatchedStop, TokenLogprobs, Usage};
 use crate::engine::text::OutputText;
@@ -103,6 +103,8 @@ pub(super) struct Sequence {
     pub computed: usize,
     /// Its pages.
     pub tables: PageTables,
+    /// What it was granted while it waits: the last of the pages still come from storage.
+    pub early: Option<Grant>,
     /// The last of the pages that it was granted still come from storage.
     pub arrival: Option<Arrival>,
     /// Its own slot while it runs, where the model has pools of slots.

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvdock_models::{Batch, PooledBatch, PooledChunk, SeqChunk, StateSave, Want};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::Scheduler;
-use super::arrive::Gates;
+use super::arrive::{Gated, Gates};
 use super::sequence::{Sequence, Wait};
 use crate::engine::memory::{ModelMemory, Slot};
 use crate::engine::request::{AbortKind, FinishReason};
@@ -166,6 +167,9 @@ impl Scheduler {
                 table.append(&mut pages);
                 continue;
             }
+            if self.give_back_early() {
+                continue;
+            }
             if self.running.len() == 1 {
                 return self.stall(needed);
             }
@@ -237,12 +241,18 @@ impl Scheduler {
                 save: saves.get(place).map_or(&[], |saves| saves),
             });
         }
-        let arrivals = |chunk: &Chunk| self.running.get(chunk.slot).and_then(|sequence| sequence.arrival.as_ref());
-        let loads: Vec<_> = chunks.iter().filter_map(arrivals).map(|arrival| &arrival.load).collect();
+        let gated = |chunk: &Chunk| {
+            let sequence = self.running.get(chunk.slot)?;
+            let load = &sequence.arrival.as_ref()?.load;
+            Some(Gated { load, state: load.state_slot().zip(sequence.slot.as_ref().map(Slot::number)) })
+        };
+        let loads: Vec<_> = chunks.iter().filter_map(gated).collect();
         let gates = Gates {
             others: loads.len() < chunks.len(),
             waiting: !self.waiting.is_empty(),
             loads,
+            memory: &self.parts.pool,
+            states_from: Mutex::new(0),
             mailbox: &self.parts.mailbox,
             wake_pending: &self.parts.wake_pending,
             late: AtomicBool::new(false),

@@ -1,205 +1,45 @@
 //! The scheduler in linker mode, over a store in memory whose layers a test lets settle one by one.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::*;
+use crate::cache::fake_store::{FakeBackend, Store};
+use crate::cache::hash::chain_keys;
 use crate::cache::{HostLayout, PrefetchPolicy};
-use crate::plugin::backend::{
-    BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held,
-    HostPoolDescription, LayerLoad, PageKey, PageStatus, Place, PoolGroup, Restorable, StorageBackend,
-};
+use crate::plugin::backend::{PageKey, Place};
 
-/// A store with the linker face. The fake model has one layer.
+/// A store in memory behind an engine. The fake model has one layer.
 struct Linked {
-    pool: HostPoolDescription,
-    pages: Mutex<HashMap<PageKey, Vec<u8>>>,
-    settings: BackendSettings,
-    /// No load goes on while this is set.
-    hold: AtomicBool,
-    /// Loads that have begun.
-    begun: AtomicUsize,
-    /// From this page of a load on, its bytes are wrong.
-    bad_from: AtomicUsize,
-    /// What fails, panics or says that nothing is there.
-    trouble: Mutex<Trouble>,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Trouble {
-    None,
-    Gone,
-    Fails,
-    Panics,
+    backend: Arc<FakeBackend>,
+    store: Store,
 }
 
 impl Linked {
-    fn pieces(&self, page: u32) -> Vec<(*mut u8, usize)> {
-        let piece = |segment: &crate::plugin::backend::HostPoolSegment| {
-            let offset = segment.offset + u64::from(page) * segment.stride;
-            ((self.pool.base + offset as usize) as *mut u8, segment.len as usize)
-        };
-        self.pool.segments.iter().map(piece).collect()
+    /// No load goes on while this is on.
+    fn hold(&self, on: bool) {
+        *self.backend.faults.layers_open.lock() = on.then_some(0);
+    }
+
+    /// Loads that have begun.
+    fn begun(&self) -> usize {
+        self.backend.calls.batches.lock().iter().map(Vec::len).sum()
+    }
+
+    /// From this page of the sequence on, what is loaded is wrong.
+    fn bad_from(&self, tokens: &[u32], page: usize) {
+        self.backend.faults.flip.lock().extend(keys(tokens).split_off(page));
     }
 }
 
-impl StorageBackend for Linked {
-    fn name(&self) -> &str {
-        "linked"
-    }
-    fn generation(&self) -> u64 {
-        1
-    }
-    fn limits(&self) -> BackendLimits {
-        BackendLimits { preferred_batch: 32, concurrency: 4, remove: true, durable: false }
-    }
-    fn settings(&self) -> &BackendSettings {
-        &self.settings
-    }
-    fn batch_exists(
-        &self,
-        _: &CallOptions,
-        keys: &[PageKey],
-        _: &Held,
-        _: &ChainInfo<'_>,
-    ) -> Result<Restorable, BackendError> {
-        let pages = self.pages.lock();
-        Ok(Restorable::up_to(keys.iter().take_while(|key| pages.contains_key(*key)).count(), keys.len()))
-    }
-    fn batch_get(
-        &self,
-        _: &CallOptions,
-        _: PoolGroup,
-        _: &[PageKey],
-        _: &[u32],
-        _: &ChainInfo<'_>,
-        _: &mut [PageStatus],
-    ) -> Result<(), BackendError> {
-        panic!("linker mode reads layer by layer");
-    }
-    fn batch_set(
-        &self,
-        _: &CallOptions,
-        _: PoolGroup,
-        _: &[PageKey],
-        _: &[u32],
-        _: &ChainInfo<'_>,
-        _: &mut [PageStatus],
-    ) -> Result<(), BackendError> {
-        panic!("linker mode offloads");
-    }
-    fn batch_remove(
-        &self,
-        _: &CallOptions,
-        _: PoolGroup,
-        keys: &[PageKey],
-        status: &mut [PageStatus],
-    ) -> Result<(), BackendError> {
-        keys.iter().for_each(|key| drop(self.pages.lock().remove(key)));
-        status.fill(PageStatus::Ok);
-        Ok(())
-    }
-    fn has_linker(&self) -> bool {
-        true
-    }
-    fn lookup(
-        &self,
-        options: &CallOptions,
-        keys: &[PageKey],
-        chain: &ChainInfo<'_>,
-        _: u64,
-    ) -> Result<Restorable, BackendError> {
-        self.batch_exists(options, keys, &Held::default(), chain)
-    }
-    fn load_layers(
-        &self,
-        options: &CallOptions,
-        loads: &[LayerLoad<'_>],
-        words: &Arc<[AtomicU32]>,
-        watch: &mut dyn FnMut(),
-        status: &mut [PageStatus],
-    ) -> Result<(), BackendError> {
-        self.begun.fetch_add(loads.len(), Ordering::SeqCst);
-        let error = |kind| BackendError {
-            backend: "linked".to_owned(),
-            kind,
-            retryable: false,
-            message: "on order".to_owned(),
-            pages_in_use: false,
-        };
-        while self.hold.load(Ordering::SeqCst) {
-            if options.is_cancelled() || Instant::now() >= options.deadline {
-                return Err(error(ErrorKind::TimedOut));
-            }
-            watch();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let trouble = *self.trouble.lock();
-        assert!(trouble != Trouble::Panics, "a panic on order");
-        if trouble == Trouble::Fails {
-            return Err(error(ErrorKind::Unavailable));
-        }
-        let bad_from = self.bad_from.load(Ordering::SeqCst);
-        let mut at = 0;
-        for load in loads {
-            for (index, (key, &page)) in load.keys.iter().zip(load.pages).enumerate() {
-                let found = self.pages.lock().get(key).filter(|_| trouble != Trouble::Gone).cloned();
-                status[at] = PageStatus::Missing;
-                if let Some(mut bytes) = found {
-                    bytes[0] ^= u8::from(index >= bad_from);
-                    let mut rest = bytes.as_slice();
-                    for (place, len) in self.pieces(page) {
-                        // SAFETY: the pool lies where it says; the page is this load's.
-                        unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), place, len) };
-                        rest = &rest[len..];
-                    }
-                    status[at] = PageStatus::Ok;
-                }
-                at += 1;
-            }
-        }
-        words.iter().for_each(|word| word.store(1, Ordering::Release));
-        watch();
-        Ok(())
-    }
-    fn offload(
-        &self,
-        _: &CallOptions,
-        _: PoolGroup,
-        keys: &[PageKey],
-        pages: &[u32],
-        _: &ChainInfo<'_>,
-        status: &mut [PageStatus],
-    ) -> Result<(), BackendError> {
-        for (key, &page) in keys.iter().zip(pages) {
-            let mut bytes = Vec::new();
-            for (place, len) in self.pieces(page) {
-                // SAFETY: the pool lies where it says, and the page is not written meanwhile.
-                bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(place, len) });
-            }
-            self.pages.lock().insert(*key, bytes);
-        }
-        status.fill(PageStatus::Ok);
-        Ok(())
-    }
-    fn flush(&self, _: &CallOptions) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn clear(&self, _: &CallOptions) -> Result<(), BackendError> {
-        self.pages.lock().clear();
-        Ok(())
-    }
-    fn stats(&self) -> Result<BackendStats, BackendError> {
-        Ok(BackendStats::default())
-    }
-    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
-        Vec::new()
-    }
-    fn quarantined(&self) -> usize {
-        0
-    }
+fn keys(tokens: &[u32]) -> Vec<PageKey> {
+    chain_keys(None, tokens, PAGE)
 }
 
-fn start_with(timeout: Duration) -> (Rig, Arc<Linked>) {
+fn start_with(timeout: Duration) -> (Rig, Linked) {
+    start_as(timeout, Setup::default())
+}
+
+fn start_as(timeout: Duration, setup: Setup) -> (Rig, Linked) {
     let cache = CacheConfig {
         host_pages: 200,
         linked: true,
@@ -208,21 +48,17 @@ fn start_with(timeout: Duration) -> (Rig, Arc<Linked>) {
         prefetch_threshold: PAGE,
         ..CacheConfig::default()
     };
-    let rig = Setup { cache, ..Setup::default() }.start();
-    let linked = Arc::new(Linked {
-        pool: rig.handle.storage().host_pools().remove(0),
-        pages: Mutex::default(),
-        settings: BackendSettings { timeout, ..BackendSettings::default() },
-        hold: AtomicBool::new(false),
-        begun: AtomicUsize::new(0),
-        bad_from: AtomicUsize::new(usize::MAX),
-        trouble: Mutex::new(Trouble::None),
-    });
-    rig.handle.storage().attached(linked.clone(), Place::At(0));
-    (rig, linked)
+    let rig = Setup { cache, ..setup }.start();
+    let store = Store::default();
+    let mut backend = FakeBackend::new("linked", &store, rig.handle.storage().host_pools());
+    backend.linker = true;
+    backend.settings.timeout = timeout;
+    let backend = Arc::new(backend);
+    rig.handle.storage().attached(backend.clone(), Place::At(0));
+    (rig, Linked { backend, store })
 }
 
-fn start() -> (Rig, Arc<Linked>) {
+fn start() -> (Rig, Linked) {
     start_with(Duration::from_secs(60))
 }
 
@@ -230,8 +66,8 @@ impl Rig {
     /// Empties the device, once what is there is stored.
     fn to_storage(&self, linked: &Linked, pages: usize) {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while linked.pages.lock().len() < pages {
-            assert!(Instant::now() < deadline, "{} of {pages} pages are stored", linked.pages.lock().len());
+        while linked.store.lock().len() < pages {
+            assert!(Instant::now() < deadline, "{} of {pages} pages are stored", linked.store.lock().len());
             block_on(self.handle.check_integrity()).unwrap();
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -240,7 +76,7 @@ impl Rig {
 
     fn begun(&self, linked: &Linked, loads: usize) {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while linked.begun.load(Ordering::SeqCst) < loads {
+        while linked.begun() < loads {
             assert!(Instant::now() < deadline, "no load has begun");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -288,10 +124,10 @@ fn g01_an_answer_computed_on_bad_pages_is_thrown_away() {
     for (bad, came) in [(0, 0), (3, 12), (8, 32)] {
         let (rig, linked) = start();
         let cold = cold(&rig, &linked);
-        linked.bad_from.store(bad, Ordering::SeqCst);
+        linked.bad_from(&prompt(1, 40), bad);
         let warm = rig.run(request("warm", prompt(1, 40), 6));
         assert_eq!((&warm.token_ids, warm.usage.cached_storage), (&cold.token_ids, came), "bad from page {bad}");
-        linked.bad_from.store(usize::MAX, Ordering::SeqCst);
+        linked.backend.faults.flip.lock().clear();
         rig.to_storage(&linked, 11);
         let healed = rig.run(request("healed", prompt(1, 40), 6));
         assert_eq!((&healed.token_ids, healed.usage.cached_storage), (&cold.token_ids, 36));
@@ -303,13 +139,19 @@ fn g01_an_answer_computed_on_bad_pages_is_thrown_away() {
 fn g01_objects_that_are_gone_loads_that_fail_and_panics_end_in_computing() {
     let (rig, linked) = start();
     let cold = cold(&rig, &linked);
-    for trouble in [Trouble::Gone, Trouble::Fails, Trouble::Panics] {
-        *linked.trouble.lock() = trouble;
+    let faults = &linked.backend.faults;
+    for trouble in 0..3 {
+        match trouble {
+            0 => faults.panic_loads.store(1, Ordering::Release),
+            1 => faults.refuse_loads.store(1, Ordering::Release),
+            _ => faults.vanish.lock().extend(keys(&prompt(1, 40))),
+        }
         let warm = rig.run(request("warm", prompt(1, 40), 6));
         assert_eq!((&warm.token_ids, warm.usage.cached_storage), (&cold.token_ids, 0));
         block_on(rig.handle.check_integrity()).unwrap();
         rig.flush();
     }
+    assert_eq!(linked.begun(), 3, "each was met");
     rig.assert_all_back();
 }
 
@@ -318,13 +160,13 @@ fn g01_objects_that_are_gone_loads_that_fail_and_panics_end_in_computing() {
 fn g02_others_are_served_while_a_load_hangs() {
     let (rig, linked) = start();
     let cold = cold(&rig, &linked);
-    linked.hold.store(true, Ordering::SeqCst);
+    linked.hold(true);
     let late = rig.submit(request("late", prompt(1, 40), 6));
     rig.begun(&linked, 1);
     for salt in 2..5 {
         assert_eq!(rig.run(request(&format!("other-{salt}"), prompt(salt, 30), 6)).token_ids.len(), 6);
     }
-    assert!(linked.hold.swap(false, Ordering::SeqCst));
+    linked.hold(false);
     let late = late.blocking_collect().remove(0);
     assert_eq!((late.token_ids, late.usage.cached_storage), (cold.token_ids, 36));
     rig.assert_all_back();
@@ -335,10 +177,10 @@ fn g02_others_are_served_while_a_load_hangs() {
 fn g11_a_load_that_never_comes_ends_at_its_deadline() {
     let (rig, linked) = start_with(Duration::from_millis(100));
     let cold = cold(&rig, &linked);
-    linked.hold.store(true, Ordering::SeqCst);
+    linked.hold(true);
     let late = rig.run(request("late", prompt(1, 40), 6));
     assert_eq!((late.token_ids, late.usage.cached_storage), (cold.token_ids, 0));
-    linked.hold.store(false, Ordering::SeqCst);
+    linked.hold(false);
     rig.assert_all_back();
 }
 
@@ -346,7 +188,7 @@ fn g11_a_load_that_never_comes_ends_at_its_deadline() {
 fn l10_a_request_is_aborted_while_its_load_runs() {
     let (rig, linked) = start();
     let cold = cold(&rig, &linked);
-    linked.hold.store(true, Ordering::SeqCst);
+    linked.hold(true);
     let aborted = rig.submit(request("aborted", prompt(1, 40), 6));
     let dropped = rig.submit(request("dropped", prompt(1, 40), 6));
     rig.begun(&linked, 1);
@@ -354,7 +196,7 @@ fn l10_a_request_is_aborted_while_its_load_runs() {
     assert!(matches!(aborted.blocking_collect()[0].reason, FinishReason::Abort { kind: AbortKind::Requested, .. }));
     drop(dropped);
     rig.wait_for("both to leave", |s| s.running + s.queued == 0);
-    linked.hold.store(false, Ordering::SeqCst);
+    linked.hold(false);
     let warm = rig.run(request("warm", prompt(1, 40), 6));
     assert_eq!(warm.token_ids, cold.token_ids);
     rig.assert_all_back();
@@ -364,11 +206,11 @@ fn l10_a_request_is_aborted_while_its_load_runs() {
 fn l14_a_flush_in_the_middle_of_a_load_changes_no_answer() {
     let (rig, linked) = start();
     let cold = cold(&rig, &linked);
-    linked.hold.store(true, Ordering::SeqCst);
+    linked.hold(true);
     let warm = rig.submit(request("warm", prompt(1, 40), 6));
     rig.begun(&linked, 1);
     block_on(rig.handle.flush(Tiers::ALL)).unwrap();
-    linked.hold.store(false, Ordering::SeqCst);
+    linked.hold(false);
     let warm = warm.blocking_collect().remove(0);
     assert_eq!((warm.token_ids, warm.usage.cached_storage), (cold.token_ids, 36));
     rig.assert_all_back();
@@ -379,14 +221,14 @@ fn l14_a_flush_in_the_middle_of_a_load_changes_no_answer() {
 fn the_same_prompt_is_loaded_once() {
     let (rig, linked) = start();
     let cold = cold(&rig, &linked);
-    linked.hold.store(true, Ordering::SeqCst);
+    linked.hold(true);
     let streams: Vec<_> = (0..4).map(|i| rig.submit(request(&format!("same-{i}"), prompt(1, 40), 6))).collect();
     rig.begun(&linked, 1);
-    linked.hold.store(false, Ordering::SeqCst);
+    linked.hold(false);
     for stream in streams {
         assert_eq!(stream.blocking_collect().remove(0).token_ids, cold.token_ids);
     }
-    assert_eq!(linked.begun.load(Ordering::SeqCst), 1);
+    assert_eq!(linked.begun(), 1);
     rig.assert_all_back();
 }
 
@@ -409,5 +251,60 @@ fn l19_turns_of_a_conversation_come_from_storage() {
         rig.run(alone);
         rig.flush();
     }
+    rig.assert_all_back();
+}
+
+/// G4: a load begins when storage has answered and there are slots, not when its request gets a place.
+#[test]
+fn g04_a_load_begins_while_its_request_waits_for_a_place() {
+    let (rig, linked) = start_as(Duration::from_secs(60), Setup { running: 1, ..Setup::default() });
+    let cold = [1, 2].map(|salt| rig.run(request(&format!("cold-{salt}"), prompt(salt, 40), 6)));
+    rig.to_storage(&linked, 22);
+    linked.hold(true);
+    let streams = [1, 2].map(|salt| rig.submit(request(&format!("warm-{salt}"), prompt(salt, 40), 6)));
+    // One place, whose owner's load does not come; the other's has begun all the same.
+    rig.begun(&linked, 2);
+    linked.hold(false);
+    for (stream, cold) in streams.into_iter().zip(&cold) {
+        let warm = stream.blocking_collect().remove(0);
+        assert_eq!((&warm.token_ids, warm.usage.cached_storage), (&cold.token_ids, 36));
+    }
+    rig.assert_all_back();
+}
+
+/// Slots of a request that waits are anybody's who needs them, and it gets its pages later.
+#[test]
+fn g04_who_waits_gives_its_slots_to_who_runs() {
+    let (rig, linked) = start_as(Duration::from_secs(60), Setup { running: 1, pages: 26, ..Setup::default() });
+    let cold = cold(&rig, &linked);
+    let alone = rig.run(request("alone", prompt(3, 20), 70));
+    rig.to_storage(&linked, 11 + 22);
+    linked.hold(true);
+    // A part of what it may still generate is set aside for it, and it takes nearly all pages in the end.
+    let long = rig.submit(Request { cache_salt: Some("long".to_owned()), ..request("long", prompt(3, 20), 70) });
+    let warm = rig.submit(request("warm", prompt(1, 40), 6));
+    linked.hold(false);
+    assert_eq!(long.blocking_collect().remove(0).token_ids, alone.token_ids);
+    assert_eq!(warm.blocking_collect().remove(0).token_ids, cold.token_ids);
+    rig.wait_for("all to end", |stats| stats.running + stats.queued == 0);
+    assert_eq!(rig.handle.stats().preempted_total, 0, "nobody who runs was sent back");
+    rig.assert_all_back();
+}
+
+/// A request that holds pages while it waits goes.
+#[test]
+fn g04_l10_a_request_is_aborted_while_it_waits_and_its_load_runs() {
+    let (rig, linked) = start_as(Duration::from_secs(60), Setup { running: 1, ..Setup::default() });
+    let cold = [1, 2].map(|salt| rig.run(request(&format!("cold-{salt}"), prompt(salt, 40), 6)));
+    rig.to_storage(&linked, 22);
+    linked.hold(true);
+    let first = rig.submit(request("first", prompt(1, 40), 6));
+    let waits = rig.submit(request("waits", prompt(2, 40), 6));
+    rig.begun(&linked, 2);
+    assert!(block_on(rig.handle.abort("waits")));
+    assert!(matches!(waits.blocking_collect()[0].reason, FinishReason::Abort { kind: AbortKind::Requested, .. }));
+    block_on(rig.handle.check_integrity()).unwrap();
+    linked.hold(false);
+    assert_eq!(first.blocking_collect().remove(0).token_ids, cold[0].token_ids);
     rig.assert_all_back();
 }

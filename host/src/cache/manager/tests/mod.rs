@@ -4,7 +4,6 @@
 //! checked to the byte.
 
 mod break_even;
-mod fake;
 mod fallback;
 mod faults;
 mod lifecycle;
@@ -25,11 +24,11 @@ use kvdock_kernels::{Device, HostPage, KvDtype, KvPool, KvSpec};
 
 use super::CacheManager;
 use crate::cache::config::{CacheConfig, PrefetchPolicy};
+use crate::cache::fake_store::{FakeBackend, Store};
 use crate::cache::stats::{CacheStats, NoEvents, StorageOp, StorageResult};
 use crate::cache::types::{Acquire, CacheNamespace, Grant, MissReason, Prefetch, RequestId, ReuseHints};
 use crate::plugin::backend::PageKey;
 use crate::plugin::backend::Place;
-use fake::{FakeBackend, Store};
 
 const PAGE: usize = 4;
 const LONG: Duration = Duration::from_secs(20);
@@ -78,7 +77,7 @@ impl Rig {
 
     fn attach(&self, name: &str, store: &Store, change: impl FnOnce(&mut FakeBackend)) -> Arc<FakeBackend> {
         let handle = self.cache.storage();
-        let mut backend = FakeBackend::new(name, store, handle.host_pools().remove(0));
+        let mut backend = FakeBackend::new(name, store, handle.host_pools());
         change(&mut backend);
         let backend = Arc::new(backend);
         handle.attached(Arc::clone(&backend) as Arc<_>, Place::Of(name.to_owned()));

@@ -54,8 +54,11 @@ impl Tier {
     /// Puts a new backend over the store to use: in the place of the one before, or anywhere.
     fn attach(&mut self, random: &mut Random, rig: &Rig) {
         let handle = rig.cache.storage();
-        let Some(pool) = handle.host_pools().pop() else { return };
-        let mut backend = FakeBackend::new(self.name, &self.store, pool);
+        let pools = handle.host_pools();
+        if pools.is_empty() {
+            return;
+        }
+        let mut backend = FakeBackend::new(self.name, &self.store, pools);
         let policies = [None, Some("write_through"), Some("write_through_selective"), Some("write_back")];
         backend.settings.timeout = Duration::from_millis(30);
         backend.settings.write_policy = policies[random.below(4)].map(str::to_owned);

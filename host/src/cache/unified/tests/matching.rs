@@ -102,7 +102,7 @@ fn t04_a_cut_keeps_locks_keys_hits_and_marks() {
     let mut rig = Rig::new(|config| (config.below, config.backup) = (Below::Stores, BackupRule::AfterHits(1)));
     let sequence = tokens(4, 1);
     let node = rig.insert(&sequence);
-    rig.tree.mark_stored(node, 0, 0b10).unwrap();
+    rig.tree.mark_stored(node, PerComponent([0; 3]), 0b10).unwrap();
     let (ticket, slots) = rig.tree.begin_store(node, 0b01, Source::Device).unwrap().unwrap();
     let lock = rig.tree.lock(node).unwrap();
     let keys = rig.tree.key_path(node).unwrap().keys();

@@ -25,7 +25,7 @@ fn l19_what_one_offloads_another_loads_and_then_has_on_the_device() {
     let (mut rig, backend) = Rig::with_linker(64, linked(32), &store);
     let (grant, settled) = rig.run_linked(&prompt);
     assert_eq!((grant.from_device, grant.from_host, grant.from_storage), (0, 0, 10 * PAGE));
-    assert_eq!(settled, Some(Settled { tokens: 10 * PAGE, came: 10 * PAGE, reason: None }));
+    assert_eq!(settled, Some(Settled { tokens: 10 * PAGE, came: 10 * PAGE, state: None, reason: None }));
     assert!(grant.why.is_empty(), "{:?}", grant.why);
     let (again, none) = rig.run_linked(&prompt);
     assert_eq!((again.from_device, none), (10 * PAGE, None));
@@ -166,7 +166,8 @@ fn l39_each_layer_has_a_gate_and_waiting_never_fails() {
     assert_eq!(arriving.wait(1, Instant::now()), Gate::Closed);
     assert!(!arriving.is_over());
     let mut pages = grant.pages.clone();
-    assert_eq!(rig.cache.settle_load(id, &prompt, &mut pages), Ok(None), "no verdict before the last layer");
+    let mut tables = PageTables::from(pages.clone());
+    assert_eq!(rig.cache.settle_load(id, &prompt, &mut tables), Ok(None), "no verdict before the last layer");
     // What still comes is not taken into the tree, whatever is said of it.
     rig.cache.commit(id, &prompt, &mut pages, &mut []).unwrap();
     rig.check();
@@ -216,7 +217,7 @@ fn g01_an_object_that_is_gone_and_a_short_answer_cost_the_tail_alone() {
     backend.faults.vanish.lock().insert(keys(&prompt)[6]);
     let (_, settled) = rig.run_linked(&prompt);
     let reason = Some(MissReason::Evicted);
-    assert_eq!(settled, Some(Settled { tokens: 6 * PAGE, came: 6 * PAGE, reason }));
+    assert_eq!(settled, Some(Settled { tokens: 6 * PAGE, came: 6 * PAGE, state: None, reason }));
     assert_eq!(rig.run_linked(&prompt).0.from_device, 10 * PAGE);
     rig.assert_quiet();
     drop(rig);

@@ -3,6 +3,7 @@
 
 mod loads;
 mod offloads;
+mod pools;
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +11,7 @@ use super::*;
 use crate::cache::layout::HostLayout;
 use crate::cache::linker::Gate;
 use crate::cache::manager::Settled;
-use crate::cache::types::Tiers;
+use crate::cache::types::{PageTables, Tiers};
 
 /// Linker mode with so many transit pages.
 fn linked(transit: u32) -> CacheConfig {
@@ -26,10 +27,12 @@ impl Rig {
     }
 
     /// Waits for the verdict of a load that was started.
-    fn settled(&mut self, id: RequestId, grant: &Grant, tokens: &[u32], pages: &mut [u32]) -> Settled {
+    fn settled(&mut self, id: RequestId, grant: &Grant, tokens: &[u32], pages: &mut Vec<u32>) -> Settled {
         let arriving = grant.arriving.as_ref().expect("pages that come");
         arriving.wait_verdict(Instant::now() + LONG).expect("a verdict");
-        let settled = self.cache.settle_load(id, tokens, pages).unwrap().expect("it is over");
+        let mut tables = PageTables::from(std::mem::take(pages));
+        let settled = self.cache.settle_load(id, tokens, &mut tables).unwrap().expect("it is over");
+        *pages = tables.pages;
         assert_eq!(settled.tokens, arriving.start() * PAGE + settled.came);
         settled
     }
@@ -48,10 +51,7 @@ impl Rig {
             let expected = content(&tokens[..(i + 1) * PAGE], &namespace);
             assert!(self.read(page) == expected, "page {i} of the prefix has wrong bytes");
         }
-        // What did not come is computed in place.
-        for i in right / PAGE..pages.len() {
-            self.write(pages[i], &content(&tokens[..(i + 1) * PAGE], &namespace));
-        }
+        assert_eq!(pages.len(), right / PAGE, "what did not come is out of the table");
         self.extend(&mut pages, tokens, &namespace);
         self.cache.commit(id, tokens, &mut pages, &mut []).unwrap();
         self.cache.finish(id, tokens, pages);

@@ -1,4 +1,4 @@
-//! A storage backend in memory, with faults on order.
+//! A storage backend in memory, with both faces and with faults on order.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,11 +9,18 @@ use parking_lot::Mutex;
 
 use crate::plugin::backend::{
     BackendError, BackendLimits, BackendSettings, BackendStats, CallOptions, ChainInfo, ErrorKind, Held,
-    HostPoolDescription, LayerLoad, PageKey, PageStatus, PoolGroup, Restorable, StorageBackend,
+    HostPoolDescription, LayerLoad, PageKey, PageStatus, PoolGroup, PoolHit, Restorable, StorageBackend,
 };
 
-/// What outlives a backend: the stored pages.
+/// What outlives a backend: the stored pages, by name.
 pub type Store = Arc<Mutex<HashMap<PageKey, Vec<u8>>>>;
+
+/// The name of a page in the store: its key, for other groups than that of all tokens a little changed.
+pub fn named(group: PoolGroup, key: &PageKey) -> PageKey {
+    let mut name = *key;
+    name[31] ^= group as u8;
+    name
+}
 
 /// What goes wrong.
 #[derive(Debug, Default)]
@@ -28,6 +35,8 @@ pub struct Faults {
     pub delay: Mutex<Duration>,
     /// Reads wait while this is set; past the deadline they come back late.
     pub hang_reads: AtomicBool,
+    /// Reads that hang come back late after this time, not at their deadline.
+    pub late_after: Mutex<Option<Duration>>,
     /// If not empty, only reads that begin with one of these hang.
     pub hang_only: Mutex<HashSet<PageKey>>,
     /// Writes wait while this is set; past the deadline they come back late.
@@ -82,24 +91,25 @@ pub struct FakeBackend {
     name: String,
     generation: u64,
     pub store: Store,
-    pool: HostPoolDescription,
+    pools: Vec<HostPoolDescription>,
     pub faults: Faults,
     pub calls: Calls,
     pub settings: BackendSettings,
     pub remove: bool,
     pub linker: bool,
-    late: Mutex<Vec<u32>>,
+    /// Pages of late calls, by group.
+    late: Mutex<[Vec<u32>; 3]>,
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 
 impl FakeBackend {
-    pub fn new(name: &str, store: &Store, pool: HostPoolDescription) -> Self {
+    pub fn new(name: &str, store: &Store, pools: Vec<HostPoolDescription>) -> Self {
         FakeBackend {
             name: name.to_owned(),
             generation: GENERATION.fetch_add(1, Ordering::Relaxed),
             store: Arc::clone(store),
-            pool,
+            pools,
             faults: Faults::default(),
             calls: Calls::default(),
             settings: BackendSettings { timeout: Duration::from_secs(10), retries: 0, ..BackendSettings::default() },
@@ -113,26 +123,32 @@ impl FakeBackend {
         BackendError { backend: self.name.clone(), kind, retryable, message: "on order".to_owned(), pages_in_use }
     }
 
-    fn pieces(&self, page: u32) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
-        assert!(page < self.pool.pages);
-        self.pool.segments.iter().map(move |segment| {
-            let offset = segment.offset + u64::from(page) * segment.stride;
-            ((self.pool.base + offset as usize) as *mut u8, segment.len as usize)
+    fn pools_of(&self, group: PoolGroup) -> impl Iterator<Item = &HostPoolDescription> {
+        self.pools.iter().filter(move |pool| pool.group == group)
+    }
+
+    fn pieces(&self, group: PoolGroup, page: u32) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+        self.pools_of(group).flat_map(move |pool| {
+            assert!(page < pool.pages);
+            pool.segments.iter().map(move |segment| {
+                let offset = segment.offset + u64::from(page) * segment.stride;
+                ((pool.base + offset as usize) as *mut u8, segment.len as usize)
+            })
         })
     }
 
-    fn read_page(&self, page: u32) -> Vec<u8> {
+    fn read_page(&self, group: PoolGroup, page: u32) -> Vec<u8> {
         let mut bytes = Vec::new();
-        for (at, len) in self.pieces(page) {
+        for (at, len) in self.pieces(group, page) {
             // SAFETY: the pool lies where it says; the host promises not to write source pages.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(at, len) });
         }
         bytes
     }
 
-    fn write_page(&self, page: u32, bytes: &[u8]) {
+    fn write_page(&self, group: PoolGroup, page: u32, bytes: &[u8]) {
         let mut rest = bytes;
-        for (at, len) in self.pieces(page) {
+        for (at, len) in self.pieces(group, page) {
             let (piece, others) = rest.split_at(len);
             // SAFETY: the pool lies where it says; destination pages are this call's.
             unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), at, len) };
@@ -142,32 +158,48 @@ impl FakeBackend {
     }
 
     /// Fills one layer of a page, or with none what belongs to no layer.
-    fn write_layer(&self, page: u32, layer: Option<usize>, bytes: &[u8]) {
-        let starts: Vec<u64> = self
-            .pool
-            .segments
-            .iter()
-            .scan(0, |end, segment| {
-                let start = *end;
-                *end += segment.len;
-                Some(start)
-            })
-            .collect();
-        let put = |segment: usize, offset: u64, len: u64| {
-            let place = self.pool.segments[segment];
-            let at = (self.pool.base as u64 + place.offset + u64::from(page) * place.stride + offset) as *mut u8;
-            let from = &bytes[(starts[segment] + offset) as usize..][..len as usize];
-            // SAFETY: the pool lies where it says; destination pages are this call's.
-            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at, len as usize) };
-        };
-        match layer {
-            Some(layer) => {
-                for c in self.pool.components.iter().filter(|c| c.layer as usize == layer) {
-                    (0..c.run_count).for_each(|run| put(c.segment as usize, c.offset + run * c.run_stride, c.run_len));
+    fn write_layer(&self, group: PoolGroup, page: u32, layer: Option<usize>, bytes: &[u8]) {
+        let mut end = 0;
+        for pool in self.pools_of(group) {
+            let starts: Vec<u64> = pool
+                .segments
+                .iter()
+                .map(|segment| {
+                    let start = end;
+                    end += segment.len;
+                    start
+                })
+                .collect();
+            let put = |segment: usize, offset: u64, len: u64| {
+                let place = pool.segments[segment];
+                let at = (pool.base as u64 + place.offset + u64::from(page) * place.stride + offset) as *mut u8;
+                let from = &bytes[(starts[segment] + offset) as usize..][..len as usize];
+                // SAFETY: the pool lies where it says; destination pages are this call's.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), at, len as usize) };
+            };
+            match (layer, pool.segments.last()) {
+                (Some(layer), _) => {
+                    for c in pool.components.iter().filter(|c| c.layer as usize == layer) {
+                        let runs = 0..c.run_count;
+                        runs.for_each(|run| put(c.segment as usize, c.offset + run * c.run_stride, c.run_len));
+                    }
                 }
+                (None, Some(seal)) => put(starts.len() - 1, 0, seal.len),
+                (None, None) => {}
             }
-            None => put(starts.len() - 1, 0, self.pool.segments[starts.len() - 1].len),
         }
+    }
+
+    /// Whether the store has what going on from the end of the first `pages` keys needs.
+    fn can_restore(&self, keys: &[PageKey], held: &Held, pages: usize) -> bool {
+        let store = self.store.lock();
+        self.pools.iter().all(|pool| {
+            let first = match pool.hit {
+                PoolHit::AllPages => held[pool.group as usize] as usize,
+                PoolHit::TrailingPages(reach) => pages.saturating_sub(reach as usize),
+            };
+            (first..pages).all(|page| store.contains_key(&named(pool.group, &keys[page])))
+        })
     }
 
     fn hangs(&self, keys: &[PageKey]) -> Option<&AtomicBool> {
@@ -176,14 +208,22 @@ impl FakeBackend {
     }
 
     /// Waits as ordered; an error when the deadline passes while the call hangs.
-    fn wait(&self, options: &CallOptions, hang: Option<&AtomicBool>, pages: &[u32]) -> Result<(), BackendError> {
+    fn wait(
+        &self,
+        options: &CallOptions,
+        hang: Option<&AtomicBool>,
+        pages: &[(PoolGroup, u32)],
+    ) -> Result<(), BackendError> {
         let delay = *self.faults.delay.lock();
         if !delay.is_zero() {
             std::thread::sleep(delay);
         }
+        let late_after = self.faults.late_after.lock().map(|after| Instant::now() + after);
+        let late = late_after.unwrap_or(options.deadline).min(options.deadline);
         while hang.is_some_and(|hang| hang.load(Ordering::Acquire)) {
-            if Instant::now() >= options.deadline {
-                self.late.lock().extend_from_slice(pages);
+            if Instant::now() >= late {
+                let mut late = self.late.lock();
+                pages.iter().for_each(|&(group, page)| late[group as usize].push(page));
                 return Err(self.error(ErrorKind::TimedOut, true, !pages.is_empty()));
             }
             if options.is_cancelled() && pages.is_empty() {
@@ -200,6 +240,10 @@ impl Calls {
         assert_eq!(chain.position as usize, chain.prefix_keys.len());
         self.chains.lock().push([chain.prefix_keys, keys].concat());
     }
+}
+
+fn of_group(group: PoolGroup, pages: &[u32]) -> Vec<(PoolGroup, u32)> {
+    pages.iter().map(|&page| (group, page)).collect()
 }
 
 fn take(counter: &AtomicUsize) -> bool {
@@ -227,7 +271,7 @@ impl StorageBackend for FakeBackend {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
-        _: &Held,
+        held: &Held,
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
         self.calls.exists.fetch_add(1, Ordering::Relaxed);
@@ -236,16 +280,20 @@ impl StorageBackend for FakeBackend {
         if self.faults.fail_exists.load(Ordering::Acquire) {
             return Err(self.error(ErrorKind::Unavailable, true, false));
         }
-        let store = self.store.lock();
-        let hit = keys.iter().take_while(|key| store.contains_key(*key)).count();
-        let present = keys.iter().map(|key| store.contains_key(key)).collect();
-        Ok(Restorable::up_to(hit, keys.len()).with_present(present))
+        let lengths = (0..=keys.len()).map(|pages| self.can_restore(keys, held, pages)).collect();
+        let mut answer = Restorable::from_mask(lengths);
+        for group in PoolGroup::ALL.into_iter().filter(|&group| self.pools_of(group).next().is_some()) {
+            let store = self.store.lock();
+            let present = keys.iter().map(|key| store.contains_key(&named(group, key))).collect();
+            answer = answer.with_present_of(group, present);
+        }
+        Ok(answer)
     }
 
     fn batch_get(
         &self,
         options: &CallOptions,
-        _: PoolGroup,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -255,18 +303,19 @@ impl StorageBackend for FakeBackend {
         self.calls.get.fetch_add(1, Ordering::Relaxed);
         self.calls.get_pages.fetch_add(keys.len(), Ordering::Relaxed);
         assert!(keys.len() == pages.len() && keys.len() == status.len() && !keys.is_empty());
-        self.wait(options, self.hangs(keys), pages)?;
+        self.wait(options, self.hangs(keys), &of_group(group, pages))?;
         let fails = take(&self.faults.fail_reads);
         let short = if fails { 1 } else { self.faults.short_after.lock().unwrap_or(usize::MAX) };
         for (i, (key, &page)) in keys.iter().zip(pages).enumerate().take_while(|(i, _)| *i < short) {
-            let found = self.store.lock().get(key).cloned();
-            let vanished = self.faults.vanish.lock().contains(key);
+            let name = named(group, key);
+            let found = self.store.lock().get(&name).cloned();
+            let vanished = self.faults.vanish.lock().contains(&name);
             match found {
                 Some(mut bytes) if !vanished => {
-                    if self.faults.flip.lock().contains(key) {
+                    if self.faults.flip.lock().contains(&name) {
                         bytes[7] ^= 0x10;
                     }
-                    self.write_page(page, &bytes);
+                    self.write_page(group, page, &bytes);
                     status[i] = PageStatus::Ok;
                 }
                 _ => status[i] = PageStatus::Missing,
@@ -278,7 +327,7 @@ impl StorageBackend for FakeBackend {
     fn batch_set(
         &self,
         options: &CallOptions,
-        _: PoolGroup,
+        group: PoolGroup,
         keys: &[PageKey],
         pages: &[u32],
         chain: &ChainInfo<'_>,
@@ -293,15 +342,15 @@ impl StorageBackend for FakeBackend {
         if take(&self.faults.fail_writes) {
             return Err(self.error(ErrorKind::Unavailable, true, false));
         }
-        self.wait(options, Some(&self.faults.hang_writes), pages)?;
+        self.wait(options, Some(&self.faults.hang_writes), &of_group(group, pages))?;
         for (i, (key, &page)) in keys.iter().zip(pages).enumerate() {
             status[i] = if self.faults.refuse.load(Ordering::Acquire) {
                 PageStatus::Refused
             } else if take(&self.faults.fail_pages) {
                 PageStatus::Failed
             } else {
-                let bytes = self.read_page(page);
-                self.store.lock().entry(*key).or_insert(bytes);
+                let bytes = self.read_page(group, page);
+                self.store.lock().entry(named(group, key)).or_insert(bytes);
                 PageStatus::Ok
             };
         }
@@ -316,12 +365,13 @@ impl StorageBackend for FakeBackend {
         &self,
         options: &CallOptions,
         keys: &[PageKey],
+        held: &Held,
         chain: &ChainInfo<'_>,
         request: u64,
     ) -> Result<Restorable, BackendError> {
         assert!(self.linker && request > 0);
         self.calls.lookups.fetch_add(1, Ordering::Relaxed);
-        self.batch_exists(options, keys, &Held::default(), chain)
+        self.batch_exists(options, keys, held, chain)
     }
 
     fn load_layers(
@@ -342,25 +392,29 @@ impl StorageBackend for FakeBackend {
         }
         let mut pages = Vec::new();
         for load in loads {
-            assert!(load.keys.len() == load.pages.len() && !load.keys.is_empty());
-            self.calls.note(&load.chain, load.keys);
-            pages.extend(load.keys.iter().copied().zip(load.pages.iter().copied()));
+            assert!(!load.keys_of(PoolGroup::Full).is_empty() || self.pools.len() > 1);
+            self.calls.chains.lock().push(load.keys.to_vec());
+            for group in PoolGroup::ALL {
+                let (keys, numbers) = (load.keys_of(group), load.lanes[group as usize].pages);
+                assert_eq!(keys.len(), numbers.len());
+                pages.extend(keys.iter().zip(numbers).map(|(key, &page)| (named(group, key), (group, page))));
+            }
         }
         self.calls.load_pages.fetch_add(pages.len(), Ordering::Relaxed);
-        let numbers: Vec<u32> = pages.iter().map(|(_, page)| *page).collect();
+        let numbers: Vec<(PoolGroup, u32)> = pages.iter().map(|(_, page)| *page).collect();
         self.wait(options, self.hangs(&[pages[0].0]), &numbers)?;
         let short = self.faults.short_after.lock().unwrap_or(usize::MAX);
         let mut found = Vec::new();
-        for (i, (key, page)) in pages.iter().enumerate() {
-            let gone = self.faults.vanish.lock().contains(key);
-            match self.store.lock().get(key).filter(|_| !gone && i < short) {
+        for (i, (name, (group, page))) in pages.iter().enumerate() {
+            let gone = self.faults.vanish.lock().contains(name);
+            match self.store.lock().get(name).filter(|_| !gone && i < short) {
                 Some(bytes) => {
                     let mut bytes = bytes.clone();
-                    if self.faults.flip.lock().contains(key) {
+                    if self.faults.flip.lock().contains(name) {
                         bytes[7] ^= 0x10;
                     }
-                    self.write_layer(*page, None, &bytes);
-                    found.push((*page, bytes));
+                    self.write_layer(*group, *page, None, &bytes);
+                    found.push((*group, *page, bytes));
                     status[i] = PageStatus::Ok;
                 }
                 None if i < short => status[i] = PageStatus::Missing,
@@ -377,7 +431,7 @@ impl StorageBackend for FakeBackend {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if *self.faults.skip_layer.lock() != Some(layer) {
-                found.iter().for_each(|(page, bytes)| self.write_layer(*page, Some(layer), bytes));
+                found.iter().for_each(|(group, page, bytes)| self.write_layer(*group, *page, Some(layer), bytes));
             }
             word.store(1, Ordering::Release);
             watch();
@@ -403,15 +457,16 @@ impl StorageBackend for FakeBackend {
     fn batch_remove(
         &self,
         _options: &CallOptions,
-        _: PoolGroup,
+        group: PoolGroup,
         keys: &[PageKey],
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
+        let keys: Vec<PageKey> = keys.iter().map(|key| named(group, key)).collect();
         if !self.remove {
             return Err(self.error(ErrorKind::Unsupported, false, false));
         }
         if take(&self.faults.fail_removes) {
-            for key in keys {
+            for key in &keys {
                 self.store.lock().remove(key);
                 self.faults.flip.lock().remove(key);
             }
@@ -439,12 +494,12 @@ impl StorageBackend for FakeBackend {
         Ok(BackendStats { pages: self.store.lock().len() as u64, ..BackendStats::default() })
     }
 
-    fn reclaim(&self, _: PoolGroup) -> Vec<u32> {
+    fn reclaim(&self, group: PoolGroup) -> Vec<u32> {
         let hanging = self.faults.hang_reads.load(Ordering::Acquire) || self.faults.hang_writes.load(Ordering::Acquire);
-        if hanging { Vec::new() } else { std::mem::take(&mut *self.late.lock()) }
+        if hanging { Vec::new() } else { std::mem::take(&mut self.late.lock()[group as usize]) }
     }
 
     fn quarantined(&self) -> usize {
-        self.late.lock().len()
+        self.late.lock().iter().map(Vec::len).sum()
     }
 }
