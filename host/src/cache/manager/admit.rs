@@ -265,6 +265,18 @@ impl CacheManager {
         if backends.is_empty() {
             return Err(MissReason::StorageOff);
         }
+        let began = Instant::now();
+        let upto = (found.pages + 1) * self.page_size;
+        let fingerprint = self.hash((&state.namespace, state.prompt.get(..upto)));
+        // What others are fetching comes sooner than asked for anew, however little of it is left.
+        let running = self.fetch_by_span.get(&fingerprint).copied().or_else(|| self.fetch_of(state, found.pages));
+        if let Some(fetch) = running
+            && let Some(active) = self.fetches.get_mut(&fetch)
+        {
+            active.waiters += 1;
+            self.count(|counters| &counters.prefetch_shared, 1);
+            return Ok(Wait { fetch, joined: true, began, until: None });
+        }
         let threshold = self.config.prefetch_threshold.max(self.page_size);
         if span * self.page_size < threshold {
             return Err(MissReason::TooShort);
@@ -272,16 +284,6 @@ impl CacheManager {
         if backends.iter().all(|attached| attached.is_resting()) {
             self.count(|counters| &counters.breaker_skips, 1);
             return Err(MissReason::BackendFailed);
-        }
-        let upto = (found.pages + 1) * self.page_size;
-        let fingerprint = self.hash((&state.namespace, state.prompt.get(..upto)));
-        let began = Instant::now();
-        if let Some(&fetch) = self.fetch_by_span.get(&fingerprint)
-            && let Some(active) = self.fetches.get_mut(&fetch)
-        {
-            active.waiters += 1;
-            self.count(|counters| &counters.prefetch_shared, 1);
-            return Ok(Wait { fetch, joined: true, began, until: None });
         }
         let forecast = match self.config.break_even {
             BreakEvenMode::Off => Forecast::Unknown,
@@ -333,6 +335,23 @@ impl CacheManager {
             lower.fetch(FetchStep::Query(fetch));
         }
         Ok(Wait { fetch: id, joined: false, began, until: None })
+    }
+
+    /// A fetch that is bringing page `page` of the prompt, with earlier pages of which it is through.
+    fn fetch_of(&self, state: &Request, page: usize) -> Option<u64> {
+        let (from, to) = (page * self.page_size, (page + 1) * self.page_size);
+        let brings = |active: &ActiveFetch| {
+            let fetch = &active.fetch;
+            let tokens = &fetch.order.tokens;
+            active.delivered.end <= page
+                && (fetch.start..fetch.start + fetch.span).contains(&page)
+                && !fetch.cancel.is_cancelled()
+                && active.namespace == state.namespace
+                // The page itself tells most prompts apart.
+                && tokens.get(from..to).is_some_and(|page| Some(page) == state.prompt.get(from..to))
+                && tokens.get(..from) == state.prompt.get(..from)
+        };
+        self.fetches.iter().find(|(_, active)| brings(active)).map(|(&id, _)| id)
     }
 
     /// Ends a request's wait: what has come by now is in the tree; if nobody else waits, the rest is

@@ -147,6 +147,46 @@ fn concurrent_requests_of_one_prefix_load_it_once() {
 }
 
 #[test]
+fn who_comes_while_a_prefix_comes_in_waits_for_the_rest_of_it() {
+    use std::sync::atomic::Ordering;
+    let store = Store::default();
+    let prompt = tokens(1, 12 * PAGE + 1);
+    {
+        let (mut rig, _) = Rig::with_storage(64, config(64), &store);
+        rig.run(&prompt);
+        rig.settle();
+    }
+    // What is left is less than a fetch of its own would be made for.
+    let (mut rig, backend) = Rig::with_storage(128, CacheConfig { prefetch_threshold: 6 * PAGE, ..config(64) }, &store);
+    backend.faults.hang_only.lock().insert(keys(&prompt)[8]);
+    backend.faults.hang_reads.store(true, Ordering::Release);
+    let shared = CacheNamespace::default();
+    let first = rig.request(&prompt, &shared);
+    let second = 1000;
+    let limit = Instant::now() + LONG;
+    loop {
+        let admission = rig.cache.begin(second, &prompt, &shared, &ReuseHints::default());
+        assert!(admission.prefetching, "{admission:?}");
+        if admission.host_tokens == 8 * PAGE {
+            break;
+        }
+        assert!(Instant::now() < limit, "the first pages do not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    backend.faults.hang_reads.store(false, Ordering::Release);
+    for id in [first, second] {
+        rig.wait_storage(id);
+        let grant = rig.acquire(id, &prompt);
+        rig.check_grant(&grant, &prompt, &shared);
+        assert_eq!(grant.tokens, 12 * PAGE);
+        rig.complete(id, &grant, &prompt, &shared);
+    }
+    assert_eq!(backend.calls.get_pages.load(Ordering::Relaxed), 12, "each page is read once");
+    rig.settle();
+    rig.check();
+}
+
+#[test]
 fn what_is_under_the_threshold_is_not_asked_for() {
     let store = Store::default();
     let prompt = tokens(1, 8 * PAGE + 1);
