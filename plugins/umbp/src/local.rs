@@ -13,7 +13,7 @@ mod share;
 pub mod state;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::{Call, ClearScope, Error, ErrorKind, Health, HealthState, Host, LogLevel, Result};
@@ -41,6 +41,8 @@ struct Tiers {
     /// Says that memory may have come free, or that there is something to copy.
     bell: Condvar,
     bell_lock: Mutex<()>,
+    /// How many are copying objects into memory that no entry has yet.
+    filling: AtomicU32,
     /// Objects that wait to be copied to the disk.
     queue: Mutex<std::collections::VecDeque<u32>>,
     stop: AtomicBool,
@@ -53,6 +55,23 @@ struct Tiers {
     evicted: AtomicU64,
     demoted: AtomicU64,
     promoted: AtomicU64,
+}
+
+/// Memory is taken, and no entry has it yet: it can be freed a little later. Begun and dropped with the state locked.
+#[derive(Debug)]
+struct Filling<'a>(&'a AtomicU32);
+
+impl Filling<'_> {
+    fn begin(count: &AtomicU32) -> Filling<'_> {
+        count.fetch_add(1, Ordering::AcqRel);
+        Filling(count)
+    }
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Tiers {
@@ -82,6 +101,7 @@ impl Tiers {
             host,
             bell: Condvar::new(),
             bell_lock: Mutex::new(()),
+            filling: AtomicU32::new(0),
             queue: Mutex::default(),
             stop: AtomicBool::new(false),
             trouble: Mutex::default(),

@@ -6,6 +6,7 @@ mod local {
     mod captures;
     mod hazards;
     mod kills;
+    mod log;
     mod lost;
     mod model;
     mod strange;

@@ -1,14 +1,15 @@
 //! Storing objects.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvdock_plugin_api::{Call, Result};
 
-use super::Tiers;
+use super::{Filling, Tiers};
 use crate::config::Role;
 use crate::local::memory::{Copied, Extents};
-use crate::local::state::Hidden;
+use crate::local::state::{Entry, Hidden};
 use crate::object::{Put, Stored};
 use crate::segment::Item;
 
@@ -89,7 +90,7 @@ impl Tiers {
         let mut rest = open;
         while !rest.is_empty() {
             call.check()?;
-            let (taken, needed) = self.take(puts, rest);
+            let (taken, needed, filling) = self.take(puts, rest);
             if taken.is_empty() {
                 let Some((number, later)) = rest.split_first() else { break };
                 let Some(put) = puts.get(*number) else { break };
@@ -113,6 +114,7 @@ impl Tiers {
                 }
             });
             let mut state = self.state.write();
+            drop(filling);
             for (number, extents) in taken {
                 let Some(put) = puts.get(number) else { continue };
                 hidden.push(state.insert_hidden(&put.name, put.len(), put.depth, Some(extents), None));
@@ -123,19 +125,21 @@ impl Tiers {
     }
 
     /// Takes memory for as many as there is room for, and says how many pages the first one that got none needs.
-    fn take(&self, puts: &[Put], open: &[usize]) -> (Vec<(usize, Extents)>, u64) {
+    fn take(&self, puts: &[Put], open: &[usize]) -> (Vec<(usize, Extents)>, u64, Option<Filling<'_>>) {
         let mut taken = Vec::new();
+        let mut needed = 0;
         let mut state = self.state.write();
         for number in open {
             let Some(put) = puts.get(*number) else { break };
-            let needed = self.memory.pages_for(put.len());
-            let extents = u32::try_from(needed).ok().and_then(|needed| state.pages.take(needed));
-            match extents {
-                Some(extents) => taken.push((*number, extents)),
-                None => return (taken, needed),
-            }
+            let pages = self.memory.pages_for(put.len());
+            let Some(extents) = u32::try_from(pages).ok().and_then(|pages| state.pages.take(pages)) else {
+                needed = pages;
+                break;
+            };
+            taken.push((*number, extents));
         }
-        (taken, 0)
+        let filling = (!taken.is_empty()).then(|| Filling::begin(&self.filling));
+        (taken, needed, filling)
     }
 
     /// Frees memory until so many pages are free; false when it can't.
@@ -149,13 +153,21 @@ impl Tiers {
             }
             call.check()?;
             if !self.free_some(needed) {
-                let busy = self.state.read().slots().any(|(_, entry)| entry.pins > 0);
-                if !busy {
-                    // Somebody may have freed some between the two looks.
-                    let state = self.state.read();
-                    return Ok(state.pages.total() - state.pages.used() >= needed);
+                let state = self.state.read();
+                if state.pages.total() - state.pages.used() >= needed {
+                    return Ok(true);
                 }
-                self.wait(LOOK);
+                // Somebody may have put objects in place between the two looks, which can leave now.
+                let in_memory = |entry: &Entry| entry.memory.is_some() && entry.pins == 0;
+                let can_leave = state.slots().any(|(_, entry)| in_memory(entry));
+                let busy = self.filling.load(Ordering::Acquire) > 0 || state.slots().any(|(_, entry)| entry.pins > 0);
+                drop(state);
+                if !can_leave && !busy {
+                    return Ok(false);
+                }
+                if !can_leave {
+                    self.wait(LOOK);
+                }
             }
         }
     }

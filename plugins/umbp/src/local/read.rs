@@ -7,7 +7,7 @@ use kvdock_plugin_api::{Call, LogLevel, Result};
 use parking_lot::Mutex;
 
 use super::disk::{Place, Take, Trouble, Wanted};
-use super::{Tiers, bytes};
+use super::{Filling, Tiers, bytes};
 use crate::config::Role;
 use crate::local::memory::{Copied, Extents};
 use crate::object::{Got, Piece, Read};
@@ -280,13 +280,14 @@ impl Tiers {
             if f64::from(state.pages.used()) + f64::from(needed) > high {
                 return;
             }
-            state.pages.take(needed)
+            state.pages.take(needed).map(|extents| (extents, Filling::begin(&self.filling)))
         };
-        let Some(extents) = extents else { return };
+        let Some((extents, filling)) = extents else { return };
         let piece = Piece { base: value.as_ptr().cast_mut(), len: value.len() };
         // SAFETY: the extents were taken for this copy alone, and the piece is only read.
         unsafe { self.memory.fill(&extents, len, &[piece]) };
         let mut state = self.state.write();
+        drop(filling);
         let slot = state.find(name);
         let target =
             slot.and_then(|slot| state.get_mut(slot)).filter(|entry| entry.memory.is_none() && entry.len == len);

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
 use super::buffer::Buffer;
@@ -46,7 +46,9 @@ struct Plan<'a> {
     segment: Arc<Segment>,
     start: u64,
     items: &'a [Item<'a>],
+    /// Counted in the segment from the moment on that they are planned: nobody takes it for one that holds nothing.
     bytes: u64,
+    written: AtomicBool,
 }
 
 impl Log {
@@ -69,6 +71,9 @@ impl Log {
         writer.active = None;
         drop(writer);
         plans.iter().for_each(|plan| plan.segment.sealed.store(true, Ordering::Release));
+        for plan in plans.iter().filter(|plan| !plan.written.load(Ordering::Acquire)) {
+            plan.segment.live.fetch_sub(plan.bytes, Ordering::AcqRel);
+        }
         locations.iter().for_each(|location| self.forget(location));
         plans.iter().for_each(|plan| self.drop_segment(&plan.segment));
         Err(error)
@@ -105,7 +110,8 @@ impl Log {
             let (now, later) = rest.split_at(count);
             rest = later;
             end = Some((segment.clone(), start + bytes));
-            plans.push(Plan { segment, start, items: now, bytes });
+            segment.live.fetch_add(bytes, Ordering::AcqRel);
+            plans.push(Plan { segment, start, items: now, bytes, written: AtomicBool::new(false) });
         }
         Ok(())
     }
@@ -263,7 +269,7 @@ impl Plan<'_> {
             return Err(plain::named(&segment.path, &error));
         }
         segment.len.store(start + self.bytes, Ordering::Release);
-        segment.live.fetch_add(self.bytes, Ordering::AcqRel);
+        self.written.store(true, Ordering::Release);
         Ok(())
     }
 }

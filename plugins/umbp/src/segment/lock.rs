@@ -20,7 +20,14 @@ pub struct Lock {
     path: PathBuf,
     identity: Identity,
     // Open for as long as the lock is held.
-    _file: File,
+    file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // To close it is not enough: a child that this process starts just now has the file too, until it becomes another program.
+        let _ = flock(&self.file, FlockOperation::Unlock);
+    }
 }
 
 impl Lock {
@@ -47,7 +54,7 @@ impl Lock {
                 Err(error) => return Err(plain::named(&path, &error.into())),
             }
             let identity = Identity::of(&file.metadata()?);
-            let lock = Lock { path: path.clone(), identity, _file: file };
+            let lock = Lock { path: path.clone(), identity, file };
             // One that was removed before it was locked keeps nobody out.
             if lock.is_in_place()? {
                 return Ok(lock);
@@ -89,4 +96,21 @@ fn try_block(file: &File) -> io::Result<bool> {
     block.fill(0);
     file.read_exact_at(block, 0)?;
     Ok(block.iter().all(|byte| *byte == 0x5a))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder was refused as another process's for as long as a child that was just being started had its lock too.
+    #[test]
+    fn a_lock_ends_where_others_have_its_file_open_still() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = Lock::take(dir.path()).unwrap();
+        let of_a_child = lock.file.try_clone().unwrap();
+        assert_eq!(Lock::take(dir.path()).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        drop(lock);
+        Lock::take(dir.path()).unwrap();
+        drop(of_a_child);
+    }
 }
