@@ -9,7 +9,7 @@ use super::transfer::{Job, Outcome, over_lanes};
 use crate::limit::Limit;
 
 /// Bytes of a request that are joined at most. One request is moved by one connection, and there may be several.
-const MOST: u64 = 256 << 10;
+const MOST: u64 = 512 << 10;
 
 /// Moves the jobs over TCP.
 ///
