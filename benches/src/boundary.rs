@@ -12,8 +12,8 @@ use kvdock::plugin::backend::{
     CacheMode, CallOptions, ChainInfo, Held, HostPoolDescription, HostPoolSegment, PageStatus, PoolGroup, PoolHit,
     StorageBackend,
 };
-use kvdock::plugin::instance::Instance;
 use kvdock::plugin::open::{OpenRequest, open};
+use kvdock::plugin::ranks::Ranks;
 use kvdock::plugin::state::StateCell;
 use kvdock::plugin::{AbiVersions, Namespace, PAGE_FORMAT, WorkerIdentity};
 use kvdock_plugin_api::Dtype;
@@ -139,7 +139,7 @@ fn count(bench: &Bench, program: &Path, side: &str, calls: u64) -> Result<u64> {
 const PAGE: u64 = 4096;
 
 /// The plugin as the server opens it.
-fn attach(folder: &Path) -> Result<Arc<Instance>> {
+fn attach(folder: &Path) -> Result<Arc<Ranks>> {
     let namespace = Namespace {
         format: PAGE_FORMAT,
         architecture: "bench".to_owned(),
@@ -164,7 +164,7 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
         folders: vec![PathBuf::from(folder)],
         identity: Arc::new(WorkerIdentity::new(namespace, "bench", [0; 32])),
         mode: CacheMode::Hierarchical,
-        pools: Arc::from([HostPoolDescription {
+        pools: vec![Arc::from([HostPoolDescription {
             name: "kv".to_owned(),
             group: PoolGroup::Full,
             hit: PoolHit::AllPages,
@@ -180,7 +180,7 @@ fn attach(folder: &Path) -> Result<Arc<Instance>> {
             fd: -1,
             segments: vec![HostPoolSegment { offset: 0, stride: PAGE, len: PAGE }],
             components: vec![],
-        }]),
+        }])],
         state: Arc::new(StateCell::new("bench-keys", Box::new(|_| {}))),
         calls: Arc::default(),
     };

@@ -123,6 +123,8 @@ pub struct CacheConfig {
     /// Digest of everything that decides the bytes of a page: weights, dtype, layout, page size,
     /// rank geometry, numerics. Stands in each page's seal.
     pub identity: [u8; 32],
+    /// The identities of the tensor-parallel ranks after the first, whose pages carry seals of their own. None: all have the first one's.
+    pub further_identities: Vec<[u8; 32]>,
     /// Threads that read from storage.
     pub prefetch_workers: usize,
     /// Threads that write to storage.
@@ -149,6 +151,7 @@ impl Default for CacheConfig {
             load_back_threshold: 10,
             eviction: EvictionPolicy::Lru,
             identity: [0; 32],
+            further_identities: Vec::new(),
             prefetch_workers: 4,
             backup_workers: 2,
             copy_workers: 2,

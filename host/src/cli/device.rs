@@ -34,10 +34,38 @@ pub(super) fn choose(config: &EngineConfig) -> Result<Arc<dyn Device>, String> {
             Err(error) => tracing::info!("no {error}; the model runs on the CPU"),
         },
     }
+    cpu(config, 1)
+}
+
+/// The devices of `engine.tp_size` ranks, which share the threads evenly.
+///
+/// # Errors
+/// As [`choose`]; several ranks on a GPU.
+pub(super) fn choose_ranks(config: &EngineConfig) -> Result<Vec<Arc<dyn Device>>, String> {
+    let ranks = config.tp_size.max(1) as usize;
+    if ranks == 1 {
+        return Ok(vec![choose(config)?]);
+    }
+    match config.device {
+        DeviceChoice::Cuda => {
+            return Err(format!(
+                "engine.tp_size = {ranks}: ranks run on CPUs, as GPUs are not connected with each other yet; set engine.device = \"cpu\" or \
+                 engine.tp_size = 1"
+            ));
+        }
+        DeviceChoice::Auto => tracing::info!(ranks, "the ranks of the model run on the CPU"),
+        DeviceChoice::Cpu => {}
+    }
+    (0..ranks).map(|_| cpu(config, ranks)).collect()
+}
+
+/// The CPU, with one rank's share of the threads of `ranks` ranks.
+fn cpu(config: &EngineConfig, ranks: usize) -> Result<Arc<dyn Device>, String> {
     let threads = match config.threads {
         Amount::Fixed(threads) => threads as usize,
         Amount::Auto => machine::cpus(),
     };
-    let device = CpuDevice::new(threads).map_err(|error| format!("engine.threads = {threads}: {error}"))?;
+    let device =
+        CpuDevice::new((threads / ranks).max(1)).map_err(|error| format!("engine.threads = {threads}: {error}"))?;
     Ok(Arc::new(device))
 }

@@ -19,7 +19,7 @@ const PAGE_TOKENS: usize = 16;
 
 /// The one pool that holds everything of a model, where it has only that.
 fn one_pool(spec: &ModelSpec) -> Option<KvGeometry> {
-    spec.kv.filter(|_| spec.pools.len() == 1)
+    spec.kv.filter(|_| spec.pools.len() == 1 && spec.ranks == 1)
 }
 
 /// Tokens a page.
@@ -46,13 +46,15 @@ fn from(spec: &ModelSpec, source: PageSource) -> impl Iterator<Item = &PoolDecl>
     spec.pools.iter().filter(move |pool| pool.source == source)
 }
 
-/// Bytes that a page of all tokens takes, with its share of the windows.
+/// Bytes that a page of all tokens takes on all ranks, with its share of the windows.
 pub(super) fn page_bytes(spec: &ModelSpec, dtype: KvDtype, page_tokens: usize, window_ratio: f64) -> usize {
     if let Some(kv) = one_pool(spec) {
         return kv.pool(dtype, page_tokens, 1).page_bytes();
     }
     let windows = bytes_of(from(spec, PageSource::Window), page_tokens, dtype);
-    bytes_of(from(spec, PageSource::Anchor), page_tokens, dtype) + (windows as f64 * window_ratio).ceil() as usize
+    spec.ranks
+        * (bytes_of(from(spec, PageSource::Anchor), page_tokens, dtype)
+            + (windows as f64 * window_ratio).ceil() as usize)
 }
 
 /// Whether prefixes of the model need recurrent states.
@@ -72,7 +74,7 @@ pub(super) fn saved_states(
     if !is_recurrent(spec) {
         return 0;
     }
-    let bytes = bytes_of(spec.pools.iter().filter(|pool| pool.kind == PoolKind::Recurrent), 1, dtype);
+    let bytes = spec.ranks * bytes_of(spec.pools.iter().filter(|pool| pool.kind == PoolKind::Recurrent), 1, dtype);
     match wanted {
         Amount::Fixed(count) => count as usize,
         Amount::Auto => {
@@ -134,14 +136,14 @@ pub(super) struct Memory {
     pub cache: CacheMemory,
 }
 
-/// Takes the memory.
+/// Takes the memory on the devices of all ranks.
 ///
 /// # Errors
 /// Sizes that cannot be had.
-pub(super) fn allocate(device: &dyn Device, spec: &ModelSpec, room: Room) -> Result<Memory, String> {
+pub(super) fn allocate(devices: &[Arc<dyn Device>], spec: &ModelSpec, room: Room) -> Result<Memory, String> {
     let Room { dtype, page_tokens, pages, running, saved, .. } = room;
     let failed = |error: &dyn std::fmt::Display| format!("cache.device_tokens: {error}");
-    if let Some(kv) = one_pool(spec) {
+    if let (Some(kv), [device]) = (one_pool(spec), devices) {
         let pool = device.alloc_kv_pool(kv.pool(dtype, page_tokens, pages)).map_err(|error| failed(&error))?;
         return Ok(Memory { model: ModelMemory::One(pool.clone()), cache: pool.into() });
     }
@@ -153,7 +155,7 @@ pub(super) fn allocate(device: &dyn Device, spec: &ModelSpec, room: Room) -> Res
         slots: running.max(1) + saved,
         dtype,
     };
-    let pools = PoolSet::allocate(device, &spec.pools, sizes).map_err(|error| failed(&error))?;
+    let pools = PoolSet::allocate_ranks(devices, &spec.pools, sizes).map_err(|error| failed(&error))?;
     let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     let room = CacheRoom {
         running: running.max(1),
@@ -177,6 +179,12 @@ pub(super) fn numerics(spec: &ModelSpec, dtype: KvDtype, page_tokens: usize) -> 
     }
     let hex: String = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{} pools={hex}", spec.numerics_id)
+}
+
+/// Whether all ranks hold the same bytes of everything that storage keeps.
+pub(super) fn replicated(spec: &ModelSpec) -> bool {
+    let mut kept = spec.pools.iter().filter(|pool| pool.hit != HitPolicy::Nothing && pool.has_buffer());
+    spec.ranks > 1 && kept.all(PoolDecl::replicated)
 }
 
 #[cfg(test)]
@@ -219,13 +227,13 @@ mod tests {
 
     #[test]
     fn memory_is_as_large_as_its_pages_say() {
-        let device = CpuDevice::new(1).unwrap();
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         for name in
             ["qwen3_moe", "gpt_oss", "mimo", "glm_dsa", "deepseek_v32", "dsv4", "dsv4q", "qwen3_next", "qwen3_5"]
         {
             let spec = spec(name);
             let room = room(page_tokens(&spec, Amount::Auto).unwrap());
-            let Memory { cache, .. } = allocate(&device, &spec, room).unwrap();
+            let Memory { cache, .. } = allocate(std::slice::from_ref(&device), &spec, room).unwrap();
             let CacheMemory { full, window, state } = cache;
             let windows = window.as_ref().map_or(0, |window| window.memory.page_bytes());
             let bytes = page_bytes(&spec, KvDtype::BF16, room.page_tokens, 0.5);

@@ -44,6 +44,10 @@ impl BackendSink for CacheSink {
         if self.linked { CacheMode::Linker } else { CacheMode::Hierarchical }
     }
 
+    fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
+        self.storage.rank_pools()
+    }
+
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         self.storage.attached(backend, place);
     }

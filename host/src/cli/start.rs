@@ -35,8 +35,9 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let Some(path) = &config.model.path else {
         return Err("model.path is not set; name a GGUF file or a Hugging Face folder: --set model.path=FILE".into());
     };
-    let device = device::choose(&config.engine)?;
-    let model = load_model(path, &device)?;
+    let devices = device::choose_ranks(&config.engine)?;
+    let device = devices.first().ok_or("engine.tp_size: no rank has a device")?.clone();
+    let model = load_model(path, &devices)?;
     let spec = model.spec().clone();
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
 
@@ -74,11 +75,12 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         running,
         saved,
     };
-    let memory::Memory { model: pool, cache: memory } = memory::allocate(device.as_ref(), &spec, room)?;
+    let memory::Memory { model: pool, cache: memory } = memory::allocate(&devices, &spec, room)?;
 
     let namespace = namespace(config, &spec, dtype, page_tokens);
-    let identity = WorkerIdentity::new(namespace, &name, spec.weights_digest);
-    let cache_config = cache_config(config, sizes, identity.namespace.digest()).map_err(|error| error.to_string())?;
+    let identity = WorkerIdentity::of_ranks(namespace, &name, spec.weights_digest, memory::replicated(&spec));
+    let identities = (0..identity.ranks()).map(|rank| identity.of_rank(rank).namespace.digest()).collect();
+    let cache_config = cache_config(config, sizes, identities).map_err(|error| error.to_string())?;
     let policies = (cache_config.prefetch_policy, cache_config.write_policy);
     let observer = Arc::new(CacheObserver::default());
     let mailbox = Mailbox::new();
@@ -111,6 +113,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         model = %name,
         architecture = %spec.architecture,
         device = %device.name(),
+        ranks = spec.ranks,
         context = spec.context_length,
         device_tokens = tokens(sizes.device_pages),
         host_tokens = tokens(sizes.host_pages),
@@ -125,6 +128,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
             storage: admin.clone(),
             plugins: Some(storage.clone()),
             page_size,
+            ranks: spec.ranks,
         },
     );
     let served = Served {
@@ -145,10 +149,14 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     Ok(Running { engine, storage, served })
 }
 
-fn load_model(path: &Path, device: &Arc<dyn Device>) -> Result<LoadedModel, String> {
+fn load_model(path: &Path, devices: &[Arc<dyn Device>]) -> Result<LoadedModel, String> {
+    let Some((device, further)) = devices.split_first() else {
+        return Err("engine.tp_size: no rank has a device".to_owned());
+    };
     let progress = Progress::new();
     let update = |done, all| progress.update(done, all);
-    let options = LoadOptions { progress: &update, ..LoadOptions::new(device.clone()) };
+    let options =
+        LoadOptions { progress: &update, further_ranks: further.to_vec(), ..LoadOptions::new(device.clone()) };
     let model = kvdock_models::load(path, &options);
     progress.finish();
     model.map_err(|error| format!("model.path: {error}"))
@@ -194,8 +202,10 @@ fn namespace(config: &Config, spec: &ModelSpec, dtype: KvDtype, page_tokens: usi
     }
 }
 
-fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result<CacheConfig, CacheError> {
+/// `identities` are those of the ranks.
+fn cache_config(config: &Config, sizes: PoolSizes, identities: Vec<[u8; 32]>) -> Result<CacheConfig, CacheError> {
     let cache = &config.cache;
+    let mut identities = identities.into_iter();
     Ok(CacheConfig {
         host_pages: sizes.host_pages,
         linked: cache.mode == CacheMode::Linker,
@@ -207,7 +217,8 @@ fn cache_config(config: &Config, sizes: PoolSizes, identity: [u8; 32]) -> Result
         prefetch_timeout_per_ki_token: cache.prefetch_timeout_per_ki_token,
         break_even: config.storage.break_even.parse()?,
         eviction: cache.eviction.parse()?,
-        identity,
+        identity: identities.next().unwrap_or_default(),
+        further_identities: identities.collect(),
         ..CacheConfig::default()
     })
 }

@@ -80,10 +80,16 @@ pub(crate) const KEYS: &[Key] = &[
         "1024",
         "Most requests waiting; beyond it the answer is 429.",
     ),
-    key("engine.tp_size", Kind::Int(1, 1024), "1", "Tensor-parallel ranks."),
-    key("engine.cp_size", Kind::Int(1, 1024), "1", "Context-parallel ranks."),
-    key("engine.pp_size", Kind::Int(1, 1024), "1", "Pipeline-parallel ranks."),
-    key("engine.dcp_size", Kind::Int(1, 1024), "1", "Decode-context-parallel ranks."),
+    key(
+        "engine.tp_size",
+        Kind::Int(1, 1024),
+        "1",
+        "Tensor-parallel ranks, on CPUs: each has its share of heads, MLP columns, experts and vocabulary, a share of engine.threads, and a \
+         storage backend of its own. Refused where it does not divide the model's sizes.",
+    ),
+    key("engine.cp_size", Kind::Int(1, 1024), "1", "Context-parallel ranks; only 1 is served."),
+    key("engine.pp_size", Kind::Int(1, 1024), "1", "Pipeline-parallel ranks; only 1 is served."),
+    key("engine.dcp_size", Kind::Int(1, 1024), "1", "Decode-context-parallel ranks; only 1 is served."),
     key(
         "cache.mode",
         Kind::Choice(&["hierarchical", "linker", "device"]),

@@ -11,14 +11,21 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
     let mut refused = Vec::new();
     let mut refuse = |line: String| refused.push(line);
     let ranks = [
-        ("tp_size", config.engine.tp_size, "tensor parallelism"),
-        ("cp_size", config.engine.cp_size, "context parallelism"),
-        ("pp_size", config.engine.pp_size, "pipeline parallelism"),
-        ("dcp_size", config.engine.dcp_size, "decode context parallelism"),
+        (
+            "cp_size",
+            config.engine.cp_size,
+            "context parallelism: no rank of this build computes a part of a prompt's tokens",
+        ),
+        (
+            "pp_size",
+            config.engine.pp_size,
+            "pipeline parallelism: ranks of different layers do not agree on hits and failures",
+        ),
+        ("dcp_size", config.engine.dcp_size, "decode context parallelism: every rank keeps all tokens of its heads"),
     ];
-    for (key, size, what) in ranks {
+    for (key, size, why) in ranks {
         if size > 1 {
-            refuse(format!("engine.{key} = {size}: this build runs one rank, without {what}; set 1"));
+            refuse(format!("engine.{key} = {size}: there is no {why}; set 1, and engine.tp_size for several ranks"));
         }
     }
     let selected = config.storage.selected();

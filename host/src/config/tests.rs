@@ -242,7 +242,6 @@ fn more_backends_than_the_cache_can_tell_apart_were_taken() {
 #[test]
 fn what_is_not_served_is_refused_in_words() {
     for (set, word) in [
-        ("engine.tp_size=2", "tensor parallelism"),
         ("engine.cp_size=2", "context parallelism"),
         ("engine.pp_size=2", "pipeline parallelism"),
         ("engine.dcp_size=2", "decode context parallelism"),
@@ -252,6 +251,7 @@ fn what_is_not_served_is_refused_in_words() {
         assert!(refused[0].contains(word), "{refused:?}");
     }
     let served = [
+        "engine.tp_size=4",
         "engine.device=auto",
         "engine.device=cuda",
         "storage.break_even=auto",

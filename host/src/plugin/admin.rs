@@ -38,6 +38,23 @@ pub struct AttachRequest {
     pub mode: AttachMode,
 }
 
+/// The part of a backend that serves one of several tensor-parallel ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankStatus {
+    /// Where its instance is in its life.
+    pub state: BackendState,
+    /// Why; empty when there is nothing to say.
+    pub reason: String,
+    /// Operations in flight.
+    pub in_flight: u64,
+    /// Pages held by calls that are past their deadline and have not returned.
+    pub quarantined_pages: u64,
+    /// Calls that failed on this rank, and so on all.
+    pub failed_calls: u64,
+    /// Pages that did not come or go on this rank while they did on another one, and so count as lost on all.
+    pub lost_pages: u64,
+}
+
 /// One backend as `GET /hicache/storage-backend` shows it.
 #[derive(Clone, Debug)]
 pub struct BackendStatus {
@@ -65,6 +82,8 @@ pub struct BackendStatus {
     pub in_flight: u64,
     /// Host pages held by calls that are past their deadline and have not returned.
     pub quarantined_pages: u64,
+    /// Each of several ranks, in order; empty with one.
+    pub ranks: Vec<RankStatus>,
     /// What the guards around it have seen, while it is in use.
     pub guards: Option<GuardReport>,
     /// How the host treats it.

@@ -568,6 +568,10 @@ pub trait BackendSink: Send + Sync {
     fn cache_mode(&self) -> CacheMode {
         CacheMode::Hierarchical
     }
+    /// The pools of every rank that a backend must register, with an instance for each rank. None when there is no host tier.
+    fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
+        Some(self.host_pools()).filter(|pools| !pools.is_empty()).into_iter().collect()
+    }
     /// Puts a backend to use, in the same step in which the one whose place it takes leaves.
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place);
     /// Stops using a backend: no new call is made into it. Calls that run are left to return. False if there is none of this name.

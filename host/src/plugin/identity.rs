@@ -75,13 +75,45 @@ pub struct WorkerIdentity {
     pub model_name: String,
     /// SHA-256 of the weights.
     pub weights_digest: [u8; 32],
+    /// Tensor-parallel rank and size. With replicated pages the namespace does not tell the ranks apart.
+    pub tp: (u32, u32),
+    /// Every tensor-parallel rank holds the same bytes, which the first one writes.
+    pub replicated: bool,
 }
 
 impl WorkerIdentity {
     /// A worker without other ranks.
     pub fn new(namespace: Namespace, model_name: &str, weights_digest: [u8; 32]) -> Self {
         let namespace = Namespace { weights_sha256: hex(&weights_digest), ..namespace };
-        WorkerIdentity { namespace, model_name: model_name.to_owned(), weights_digest }
+        WorkerIdentity {
+            tp: namespace.tp,
+            namespace,
+            model_name: model_name.to_owned(),
+            weights_digest,
+            replicated: false,
+        }
+    }
+
+    /// As [`WorkerIdentity::new`], of a group of as many ranks as `namespace.tp` says, all of which hold the same bytes if `replicated`.
+    pub fn of_ranks(namespace: Namespace, model_name: &str, weights_digest: [u8; 32], replicated: bool) -> Self {
+        WorkerIdentity { replicated, ..WorkerIdentity::new(namespace, model_name, weights_digest) }
+    }
+
+    /// Ranks of its group.
+    pub fn ranks(&self) -> u32 {
+        self.tp.1
+    }
+
+    /// The worker that is rank `rank` of the group. Pages that differ between ranks are in a namespace of the rank's own.
+    pub fn of_rank(&self, rank: u32) -> Self {
+        let tp = (rank, self.tp.1);
+        let named = if self.replicated { (0, self.tp.1) } else { tp };
+        WorkerIdentity { tp, namespace: Namespace { tp: named, ..self.namespace.clone() }, ..self.clone() }
+    }
+
+    /// Whether this rank stores pages that all ranks hold alike.
+    pub fn is_writer(&self) -> bool {
+        self.tp.0 == 0
     }
 }
 
@@ -122,6 +154,22 @@ mod tests {
         ] {
             assert_ne!(base.digest(), other.digest(), "{other:?}");
         }
+    }
+
+    #[test]
+    fn ranks_are_told_apart_where_their_bytes_differ() {
+        let of = |replicated: bool| {
+            let group = WorkerIdentity::of_ranks(Namespace { tp: (0, 2), ..namespace() }, "m", [1; 32], replicated);
+            [group.of_rank(0), group.of_rank(1)]
+        };
+        let [first, second] = of(false);
+        assert_ne!(first.namespace.digest(), second.namespace.digest());
+        assert_eq!((second.namespace.tp, second.tp), ((1, 2), (1, 2)));
+        let [first, second] = of(true);
+        assert_eq!(first.namespace.digest(), second.namespace.digest(), "one object for all");
+        assert_eq!((second.tp, first.is_writer(), second.is_writer()), ((1, 2), true, false));
+        let alone = WorkerIdentity::new(namespace(), "m", [1; 32]);
+        assert_ne!(alone.namespace.digest(), first.namespace.digest(), "ranks add in another order than one alone");
     }
 
     #[test]

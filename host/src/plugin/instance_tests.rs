@@ -17,7 +17,10 @@ use super::instance::{Instance, Parts};
 use super::library::Library;
 use super::manager::watch::ask;
 use super::pool_desc::{OwnedPoolDesc, Registered};
+use super::ranks::Ranks;
 use super::state::{BackendState, StateCell};
+
+mod ranks;
 
 /// What the backend does in its next data calls.
 #[derive(Clone, Copy, PartialEq)]
@@ -205,6 +208,25 @@ fn attach_with(
     concurrency: u32,
     settings: BackendSettings,
 ) -> (Arc<Instance>, Arc<Knobs>, Arc<AtomicUsize>) {
+    let failures = Arc::new(AtomicUsize::new(0));
+    let counted = failures.clone();
+    let state = StateCell::new(
+        name,
+        Box::new(move |state| {
+            counted.fetch_add(usize::from(state == BackendState::Failed), Ordering::SeqCst);
+        }),
+    );
+    let (instance, knobs) = attach_in(name, concurrency, settings, Arc::new(state));
+    (instance, knobs, failures)
+}
+
+/// An instance whose state is in `state`.
+fn attach_in(
+    name: &str,
+    concurrency: u32,
+    settings: BackendSettings,
+    state: Arc<StateCell>,
+) -> (Arc<Instance>, Arc<Knobs>) {
     let identity = api::v0_1::Identity {
         namespace_digest: [0; 32],
         namespace_json: "{}".into(),
@@ -262,14 +284,6 @@ fn attach_with(
         types_sha256: Default::default(),
         types: Default::default(),
     };
-    let failures = Arc::new(AtomicUsize::new(0));
-    let counted = failures.clone();
-    let state = Arc::new(StateCell::new(
-        name,
-        Box::new(move |state| {
-            counted.fetch_add(usize::from(state == BackendState::Failed), Ordering::SeqCst);
-        }),
-    ));
     state.go(BackendState::Active, "");
     let parts = Parts {
         name: name.into(),
@@ -285,7 +299,7 @@ fn attach_with(
         settings,
         state,
     };
-    (Instance::new(parts).unwrap(), knobs(name), failures)
+    (Instance::new(parts).unwrap(), knobs(name))
 }
 
 fn set_mood(knobs: &Knobs, mood: Mood) {
@@ -515,6 +529,7 @@ fn closing_cancels_what_still_runs_after_the_drain() {
 #[test]
 fn health_told_by_the_plugin_degrades_and_heals() {
     let (instance, _, _) = attach("health", 1);
+    let all = Ranks::alone(instance.clone());
     let tell = |state: api::HealthState, reason: &str| {
         // SAFETY: the table and the context are the host's own.
         unsafe { (HOST_TABLE.health_changed)(instance.context().raw(), state.raw(), reason.into()) }
@@ -523,7 +538,7 @@ fn health_told_by_the_plugin_degrades_and_heals() {
     let report = instance.state().report();
     assert_eq!((report.state, report.reason.as_str()), (BackendState::Degraded, "the disk is full"));
     assert_eq!(get(&instance, SECOND, &[1]).0, Ok(()), "a degraded backend still serves");
-    ask(&instance, None);
+    ask(&all, None);
     assert_eq!(
         instance.state().state(),
         BackendState::Degraded,
@@ -531,9 +546,9 @@ fn health_told_by_the_plugin_degrades_and_heals() {
     );
     tell(api::HealthState::Ok, "");
     assert_eq!(instance.state().report().state, BackendState::Active);
-    ask(&instance, Some("reads keep failing".into()));
+    ask(&all, Some("reads keep failing".into()));
     assert_eq!(instance.state().report().reason, "reads keep failing");
-    ask(&instance, None);
+    ask(&all, None);
     assert_eq!(instance.state().state(), BackendState::Active);
     shut(&instance, SECOND);
 }

@@ -24,6 +24,7 @@ pub mod manager;
 pub mod open;
 mod policies;
 mod pool_desc;
+pub mod ranks;
 pub mod refusal;
 pub mod schema;
 pub mod state;

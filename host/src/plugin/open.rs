@@ -19,12 +19,16 @@ use super::identity::WorkerIdentity;
 use super::instance::{Instance, Parts, control_context, health};
 use super::library::{Library, load_with};
 use super::pool_desc::{OwnedPoolDesc, Registered};
+use super::ranks::{RankStates, Ranks, roll_back};
 use super::schema::validate;
 use super::state::{BackendState, StateCell};
 use crate::config::{BackendTable as BackendConfig, KeyScheme};
 
 /// Time for `open`, registration and the health check together.
 pub const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time for the ranks that were opened before one that could not be, to be closed again.
+const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What an attach needs to know.
 #[derive(Debug, Clone)]
@@ -35,10 +39,10 @@ pub struct OpenRequest {
     pub abi: AbiVersions,
     /// Folders searched for the plugin.
     pub folders: Vec<PathBuf>,
-    /// Who this worker is.
+    /// Who this worker is; with several ranks, the group of them.
     pub identity: Arc<WorkerIdentity>,
-    /// The pools to register, the anchor first.
-    pub pools: Arc<[HostPoolDescription]>,
+    /// The pools to register, the anchor first, of each rank.
+    pub pools: Vec<Arc<[HostPoolDescription]>>,
     /// Which face the host will use.
     pub mode: CacheMode,
     /// Where its state is shown while it opens, and later.
@@ -50,16 +54,16 @@ pub struct OpenRequest {
 /// An instance that is ready for traffic.
 #[derive(Debug)]
 pub struct Opened {
-    /// The instance.
-    pub instance: Arc<Instance>,
+    /// The instance, of each rank.
+    pub instance: Arc<Ranks>,
     /// Its configuration as it was given to the plugin, with secret values replaced.
     pub shown_config: Map<String, Value>,
 }
 
-/// Finds, maps, opens and registers.
+/// Finds, maps, opens and registers, for one rank after the other.
 ///
 /// # Errors
-/// One line that says which step failed and why. What was opened is closed again.
+/// One line that says which step failed and why, and on which of several ranks. What was opened is closed again, on all of them.
 pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let name = request.config.name.clone();
     let fail = |what: String| format!("storage backend {name}: {what}");
@@ -91,46 +95,111 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
         }
     }
 
-    state.go(BackendState::Opening, "");
-    let deadline = Instant::now() + OPEN_TIMEOUT;
-    let context = HostContext::leak(&name);
-    let config_json = Value::Object(own).to_string();
-    let steps = Steps {
-        name: name.clone(),
-        library: library.clone(),
-        identity: request.identity.clone(),
-        pools: request.pools.clone(),
-        mode: request.mode,
-        plugin: request.config.plugin.clone(),
-        key_scheme: request.config.key_scheme,
-        config_json,
-        context,
-        deadline,
-        state: state.clone(),
+    let common = Common {
+        request,
+        library: &library,
+        config_json: Value::Object(own).to_string(),
+        deadline: Instant::now() + OPEN_TIMEOUT,
     };
-    let Ready { raw, capabilities, trouble } = request
-        .calls
-        .run(deadline, move || steps.run())
-        .map_err(|failure| fail(format!("{}: {}", failure.kind, failure.message)))?;
-    let parts = Parts {
-        name: name.clone(),
-        library: library.clone(),
-        raw,
-        capabilities,
-        pools: Registered::of(&request.pools),
-        context,
-        settings: request.config.settings.clone(),
-        state: state.clone(),
-    };
-    let instance = Instance::new(parts).map_err(|error| {
-        close(library.face(), raw, deadline);
-        fail(format!("its threads can't be started: {error}"))
-    })?;
-    match trouble {
-        Some(reason) => state.go(BackendState::Degraded, &reason),
-        None => state.go(BackendState::Active, ""),
-    };
-    Ok(Opened { instance, shown_config })
+    if let [pools] = request.pools.as_slice() {
+        let instance = common.open(&request.identity, pools, &state).map_err(fail)?;
+        return Ok(Opened { instance: Arc::new(Ranks::alone(instance)), shown_config });
+    }
+    let count = request.pools.len();
+    let states = RankStates::new(&name, count, state.clone());
+    let mut ranks: Vec<Arc<Instance>> = Vec::with_capacity(count);
+    for (rank, pools) in request.pools.iter().enumerate() {
+        let identity = Arc::new(request.identity.of_rank(u32::try_from(rank).unwrap_or(u32::MAX)));
+        let opened = match states.rank(rank) {
+            Some(cell) => common.open(&identity, pools, cell),
+            None => Err("it has no state".to_owned()),
+        };
+        match opened {
+            Ok(instance) => ranks.push(instance),
+            Err(why) => {
+                states.stop_showing();
+                let error = fail(format!("rank {rank} of {count}: {why}"));
+                common.roll_back(ranks, &error);
+                return Err(error);
+            }
+        }
+    }
+    let mut ranks = ranks.into_iter();
+    let first = ranks.next().ok_or_else(|| fail("there is no rank to open it for".to_owned()))?;
+    let group = Ranks::new(first, ranks.collect(), (states, state), request.identity.replicated);
+    Ok(Opened { instance: Arc::new(group), shown_config })
+}
+
+/// What the instances of all ranks are opened with.
+struct Common<'a> {
+    request: &'a OpenRequest,
+    library: &'a Arc<Library>,
+    config_json: String,
+    deadline: Instant,
+}
+
+impl Common<'_> {
+    /// Opens one instance and registers its pools.
+    fn open(
+        &self,
+        identity: &Arc<WorkerIdentity>,
+        pools: &Arc<[HostPoolDescription]>,
+        state: &Arc<StateCell>,
+    ) -> Result<Arc<Instance>, String> {
+        state.go(BackendState::Opening, "");
+        let (request, library, deadline) = (self.request, self.library, self.deadline);
+        let name = request.config.name.clone();
+        let context = HostContext::leak(&name);
+        let steps = Steps {
+            name: name.clone(),
+            library: library.clone(),
+            identity: identity.clone(),
+            pools: pools.clone(),
+            mode: request.mode,
+            plugin: request.config.plugin.clone(),
+            key_scheme: request.config.key_scheme,
+            config_json: self.config_json.clone(),
+            context,
+            deadline,
+            state: state.clone(),
+        };
+        let Ready { raw, capabilities, trouble } = request
+            .calls
+            .run(deadline, move || steps.run())
+            .map_err(|failure| format!("{}: {}", failure.kind, failure.message))?;
+        let parts = Parts {
+            name,
+            library: library.clone(),
+            raw,
+            capabilities,
+            pools: Registered::of(pools),
+            context,
+            settings: request.config.settings.clone(),
+            state: state.clone(),
+        };
+        let instance = Instance::new(parts).map_err(|error| {
+            close(library.face(), raw, deadline);
+            format!("its threads can't be started: {error}")
+        })?;
+        match trouble {
+            Some(reason) => state.go(BackendState::Degraded, &reason),
+            None => state.go(BackendState::Active, ""),
+        };
+        Ok(instance)
+    }
+
+    /// Closes the instances of the ranks before one that could not be opened. What hangs in the plugin counts as a call of the attach until it
+    /// is closed.
+    fn roll_back(&self, ranks: Vec<Arc<Instance>>, reason: &str) {
+        let (deadline, reason) = (Instant::now() + ROLL_BACK_TIMEOUT, reason.to_owned());
+        let ended = self.request.calls.run(deadline + ROLL_BACK_TIMEOUT, move || {
+            roll_back(&ranks, deadline, &reason);
+            Ok(())
+        });
+        if let Err(failure) = ended {
+            tracing::warn!("the other ranks of a storage backend that could not be attached: {}", failure.message);
+        }
+    }
 }
 
 /// An instance that is registered and works.
@@ -202,8 +271,8 @@ impl Steps {
             weights_digest: self.identity.weights_digest,
             numerics_id: namespace.numerics_id.as_str().into(),
             page_tokens: namespace.page_tokens,
-            tp_rank: namespace.tp.0,
-            tp_size: namespace.tp.1,
+            tp_rank: self.identity.tp.0,
+            tp_size: self.identity.tp.1,
             pp_rank: namespace.pp.0,
             pp_size: namespace.pp.1,
             cp_rank: namespace.cp.0,
@@ -213,8 +282,8 @@ impl Steps {
             dcp_rank: 0,
             dcp_size: 1,
             tp_lcm_size: 0,
-            replicated: 0,
-            writer: 1,
+            replicated: u32::from(self.identity.replicated),
+            writer: u32::from(self.identity.is_writer()),
         };
         let args = OpenArgs {
             context: control_context(self.deadline),
@@ -238,7 +307,7 @@ impl Steps {
     fn register(&self, face: &dyn Face, raw: RawInstance) -> Result<Option<String>, CallFailure> {
         self.state.go(BackendState::Registering, "");
         let context = control_context(self.deadline);
-        let pools = OwnedPoolDesc::all(&self.pools, self.key_scheme == KeyScheme::Kvdock);
+        let pools = OwnedPoolDesc::all(&self.pools, self.key_scheme == KeyScheme::Kvdock, self.identity.replicated);
         let descs: Vec<PoolDesc> = pools.iter().map(OwnedPoolDesc::raw).collect();
         let Some((anchor, sides)) = descs.split_first() else {
             return Err(CallFailure::new(ErrorKind::Internal, false, "there is no pool to register"));

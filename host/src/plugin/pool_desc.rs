@@ -61,6 +61,7 @@ pub struct OwnedPoolDesc {
     segments: Vec<Segment>,
     components: Vec<Component>,
     sealed: bool,
+    replicated: bool,
     pool: HostPoolDescription,
 }
 
@@ -68,15 +69,16 @@ pub struct OwnedPoolDesc {
 unsafe impl Send for OwnedPoolDesc {}
 
 impl OwnedPoolDesc {
-    /// All pools of a host, the anchor first. Without `sealed` their pages end before the seal, which is the last of their pieces.
-    pub fn all(pools: &[HostPoolDescription], sealed: bool) -> Vec<OwnedPoolDesc> {
+    /// All pools of a host, the anchor first. Without `sealed` their pages end before the seal, which is the last of their pieces. `replicated`:
+    /// every tensor-parallel rank holds the same bytes.
+    pub fn all(pools: &[HostPoolDescription], sealed: bool, replicated: bool) -> Vec<OwnedPoolDesc> {
         let numbered = pools.iter().zip(ANCHOR_POOL..);
         numbered
             .clone()
             .map(|(pool, number)| {
                 let owner = numbered.clone().find(|(other, _)| other.group == pool.group).map(|(_, owner)| owner);
                 let indices_from = owner.filter(|&owner| owner != number).unwrap_or(NONE);
-                OwnedPoolDesc::new(pool, number, indices_from, sealed)
+                OwnedPoolDesc { replicated, ..OwnedPoolDesc::new(pool, number, indices_from, sealed) }
             })
             .collect()
     }
@@ -136,6 +138,7 @@ impl OwnedPoolDesc {
             segments,
             components,
             sealed,
+            replicated: false,
             pool: pool.clone(),
         }
     }
@@ -169,7 +172,7 @@ impl OwnedPoolDesc {
             block_pages: 0,
             group_pages: 0,
             indices_from_pool: self.indices_from,
-            replicated: 0,
+            replicated: u32::from(self.replicated),
             reserved: 0,
         }
     }
@@ -234,7 +237,7 @@ mod tests {
             pool("swa", PoolGroup::Window, PoolHit::TrailingPages(3)),
             pool("ring", PoolGroup::Window, PoolHit::TrailingPages(1)),
         ];
-        let owned = OwnedPoolDesc::all(&pools, true);
+        let owned = OwnedPoolDesc::all(&pools, true, false);
         let of = |desc: &OwnedPoolDesc| {
             let raw = desc.raw();
             (raw.pool, raw.role, raw.indices_from_pool, raw.trailing_pages, raw.region_count)
@@ -247,5 +250,7 @@ mod tests {
         let query = Registered::of(&pools)[2].query(&[7, 5, 0]);
         assert_eq!((query.pool, query.trailing_pages, query.held_pages), (2, 3, 5));
         assert_eq!(query.hit_policy, HitPolicy::TrailingPages.raw());
+        assert!(owned.iter().all(|desc| desc.raw().replicated == 0));
+        assert!(OwnedPoolDesc::all(&pools, true, true).iter().all(|desc| desc.raw().replicated == 1));
     }
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::state::unix_seconds;
 use crate::config::KeyScheme;
-use crate::plugin::admin::{BackendStatus, StorageStatus};
+use crate::plugin::admin::{BackendStatus, RankStatus, StorageStatus};
 use crate::plugin::backend::{BackendSettings, GuardReport, WayReport};
 use crate::plugin::state::StateReport;
 
@@ -41,6 +41,7 @@ fn backend_json(backend: &BackendStatus) -> Value {
         "in_use": backend.in_use,
         "in_flight": backend.in_flight,
         "quarantined_pages": backend.quarantined_pages,
+        "ranks": backend.ranks.iter().map(rank_json).collect::<Vec<_>>(),
         "history": backend.history.iter().map(report_json).collect::<Vec<_>>(),
         "guards": backend.guards.as_ref().map(guards_json),
         "settings": settings_json(&backend.settings),
@@ -58,6 +59,17 @@ fn report_json(report: &StateReport) -> Value {
         "state": report.state.as_str(),
         "since": precise_seconds(report.since),
         "reason": (!report.reason.is_empty()).then_some(&report.reason),
+    })
+}
+
+fn rank_json(rank: &RankStatus) -> Value {
+    json!({
+        "state": rank.state.as_str(),
+        "reason": (!rank.reason.is_empty()).then_some(&rank.reason),
+        "in_flight": rank.in_flight,
+        "quarantined_pages": rank.quarantined_pages,
+        "failed_calls": rank.failed_calls,
+        "lost_pages": rank.lost_pages,
     })
 }
 
@@ -143,6 +155,14 @@ mod tests {
             in_use: true,
             in_flight: 1,
             quarantined_pages: 2,
+            ranks: vec![RankStatus {
+                state: BackendState::Degraded,
+                reason: "disk full".into(),
+                in_flight: 1,
+                quarantined_pages: 2,
+                failed_calls: 3,
+                lost_pages: 4,
+            }],
             guards: Some(GuardReport {
                 writes: WayReport { breaker: BreakerState::Open, retried: 3, ..WayReport::default() },
                 ..GuardReport::default()
@@ -177,6 +197,11 @@ mod tests {
             shown["history"],
             json!([{"state": "active", "since": 1.25, "reason": null},
                 {"state": "degraded", "since": 5.5, "reason": "disk full"}])
+        );
+        assert_eq!(
+            shown["ranks"],
+            json!([{"state": "degraded", "reason": "disk full", "in_flight": 1, "quarantined_pages": 2,
+                "failed_calls": 3, "lost_pages": 4}])
         );
         assert_eq!(shown["guards"]["writes"]["breaker"], "open");
         assert_eq!(shown["guards"]["writes"]["retried"], 3);

@@ -13,6 +13,7 @@ use crate::plugin::admin::{BackendStatus, StorageStatus};
 pub(super) fn write(out: &mut Writer<'_>, status: &StorageStatus) -> fmt::Result {
     states(out, status)?;
     sums(out, &status.backends)?;
+    ranks(out, &status.backends)?;
     guards(out, &status.backends)
 }
 
@@ -52,6 +53,26 @@ fn sums(out: &mut Writer<'_>, backends: &[BackendStatus]) -> fmt::Result {
     };
     out.gauges("kvdock:storage_in_flight", "Operations in flight", &figures(|sums| sums.0))?;
     out.gauges("kvdock:storage_quarantined_pages", "Host pages held by late calls", &figures(|sums| sums.1))
+}
+
+/// What failed on single ones of several ranks.
+fn ranks(out: &mut Writer<'_>, backends: &[BackendStatus]) -> fmt::Result {
+    let mut by_rank: BTreeMap<(&str, String), (u64, u64)> = BTreeMap::new();
+    for backend in backends {
+        for (number, rank) in backend.ranks.iter().enumerate() {
+            let (calls, pages) = by_rank.entry((&backend.name, number.to_string())).or_default();
+            *calls += rank.failed_calls;
+            *pages += rank.lost_pages;
+        }
+    }
+    let labels: Vec<_> = by_rank.keys().map(|(name, rank)| [("backend", *name), ("rank", rank.as_str())]).collect();
+    let figures = |pick: fn(&(u64, u64)) -> u64| -> Vec<_> {
+        labels.iter().zip(by_rank.values()).map(|(labels, counts)| (labels.as_slice(), pick(counts))).collect()
+    };
+    let calls = figures(|counts| counts.0);
+    out.counters("kvdock:storage_rank_failed_calls", "Calls that failed on this rank, and so on all", &calls)?;
+    let pages = figures(|counts| counts.1);
+    out.counters("kvdock:storage_rank_lost_pages", "Pages that came or went on another rank and not on this", &pages)
 }
 
 /// What the guards around the backends in use have measured; a name is in use once at most.

@@ -29,6 +29,7 @@ impl Collector for Figures {
         let cache = self.0.cache.snapshot();
         requests(&mut out, &engine)?;
         tokens(&mut out, &engine)?;
+        out.gauge("kvdock:ranks", "Tensor-parallel ranks", self.0.ranks as f64)?;
         pools(&mut out, &cache, self.0.page_size)?;
         tiers(&mut out, &cache)?;
         prefetch(&mut out, &cache)?;

@@ -30,6 +30,8 @@ pub struct MetricSources {
     pub plugins: Option<PluginManager>,
     /// Tokens a page.
     pub page_size: u32,
+    /// Tensor-parallel ranks.
+    pub ranks: usize,
 }
 
 /// All metrics of the process. Figures are read when they are asked for.

@@ -95,7 +95,15 @@ fn starts_that_can_not_work_say_why_in_a_line() {
             &["--set", &model, "--set", "server.port=0", "--set", "engine.device=cuda"],
             "engine.device = \"cuda\": CUDA: ",
         ),
-        (&["--set", &model, "--set", "engine.tp_size=2"], "one rank"),
+        (
+            &["--set", &model, "--set", "engine.tp_size=3"],
+            "can't be spread over 3 ranks: it has 4 query heads, which 3 does not divide",
+        ),
+        (&["--set", &model, "--set", "engine.pp_size=2"], "engine.pp_size = 2: there is no pipeline parallelism"),
+        (
+            &["--set", &model, "--set", "engine.tp_size=2", "--set", "engine.device=cuda"],
+            "engine.tp_size = 2: ranks run on CPUs",
+        ),
         (
             &["--set", &model, "--set", "cache.mode=linker", "--set", "cache.host_tokens=4096"],
             "cache.mode = \"linker\" has no host tier",

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // Also in the helpers, which the lint does not take for tests.
 
 mod lifecycle;
+mod ranks;
 mod several;
 mod states;
 mod support;

@@ -19,6 +19,8 @@ const PAGES: usize = 16;
 /// What the cache would hold: a pool and the backends in use.
 pub struct Sink {
     pub pool: HostPoolDescription,
+    /// The pools of the ranks after the first.
+    pub further: Mutex<Vec<HostPoolDescription>>,
     pub in_use: Mutex<Vec<Arc<dyn StorageBackend>>>,
     pub policies: Mutex<(String, String)>,
     pub emptied: Mutex<Vec<String>>,
@@ -59,6 +61,7 @@ impl Sink {
                 segments: vec![segment(0, PAGE), segment(PAGES * PAGE, SEAL)],
                 components: vec![],
             },
+            further: Mutex::default(),
             in_use: Mutex::default(),
             policies: Mutex::new(("timeout".into(), "write_through".into())),
             emptied: Mutex::default(),
@@ -88,6 +91,10 @@ impl Sink {
 impl BackendSink for Sink {
     fn host_pools(&self) -> Vec<HostPoolDescription> {
         vec![self.pool.clone()]
+    }
+    fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
+        let further = self.further.lock().unwrap();
+        std::iter::once(&self.pool).chain(further.iter()).map(|pool| vec![pool.clone()]).collect()
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         let mut in_use = self.in_use.lock().unwrap();
@@ -175,13 +182,13 @@ pub fn manager(
         kv_heads: 1,
         head_dim_k: 64,
         head_dim_v: 64,
-        tp: (0, 1),
+        tp: (0, sink.rank_pools().len() as u32),
         pp: (0, 1),
         cp: (0, 1),
         numerics_id: "test".into(),
     };
     let folders = vec![PathBuf::from(plugins)];
-    PluginManager::new(config, folders, WorkerIdentity::new(namespace, "m", [1; 32]), sink.clone())
+    PluginManager::new(config, folders, WorkerIdentity::of_ranks(namespace, "m", [1; 32], false), sink.clone())
 }
 
 pub fn request(name: &str, config: Option<Value>) -> AttachRequest {

@@ -53,6 +53,8 @@ impl Timing {
 
 /// An instance.
 pub struct Backend {
+    /// Its tensor-parallel rank.
+    pub(crate) rank: u32,
     pub(crate) namespace: [u8; 32],
     pub(crate) store: Arc<Store>,
     pub(crate) loads: Loads,
@@ -81,6 +83,11 @@ impl Backend {
             name.clone_from(last);
         }
         Name { namespace: self.namespace, pool: name, key: *key }
+    }
+
+    /// Whether a fault of the second rank is planted, and this is its instance.
+    pub(crate) fn is_of_rank_1(&self, fault: Fault) -> bool {
+        self.rank == 1 && fault::is(fault)
     }
 
     /// Takes note of a pool.
@@ -174,6 +181,9 @@ impl kvdock_plugin_api::Backend for Backend {
         if fault::is(Fault::HangInOpen) {
             fault::hang();
         }
+        if fault::is(Fault::OpenFailsForRank1) && open.identity().tp.0 == 1 {
+            return Err(planted("the second rank can't be opened"));
+        }
         if fault::is(Fault::RefusalIsForEver) && SIDE_REFUSED.load(Ordering::Relaxed) {
             return Err(planted("a pool was refused"));
         }
@@ -186,6 +196,7 @@ impl kvdock_plugin_api::Backend for Backend {
         open.host().log(LogLevel::Debug, "open", &format!("keeps up to {} bytes in memory", config.max_bytes));
         let loads = Loads::start(open.host(), store.clone(), open.identity().namespace)?;
         Ok(Backend {
+            rank: open.identity().tp.0,
             namespace: open.identity().namespace,
             store,
             loads,
@@ -245,8 +256,14 @@ impl kvdock_plugin_api::Backend for Backend {
 
     fn batch_get(&self, batch: Batch<'_, Get>) -> Result<()> {
         panic_if(Fault::PanicInGet, "batch_get");
-        if fault::is(Fault::HangInGet) {
+        if fault::is(Fault::HangInGet) || self.is_of_rank_1(Fault::HangInGetOfRank1) {
             fault::hang();
+        }
+        if self.is_of_rank_1(Fault::PanicInGetOfRank1) {
+            panic!("planted: a panic in batch_get of the second rank");
+        }
+        if self.is_of_rank_1(Fault::ErrorInGetOfRank1) {
+            return Err(planted("a get of the second rank fails"));
         }
         self.fail_if_planted()?;
         self.get(batch)

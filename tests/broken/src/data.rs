@@ -116,7 +116,7 @@ impl Backend {
             return;
         };
         match fault::planted() {
-            Ok(Fault::GarbageGet) => {
+            Ok(planted) if planted == Fault::GarbageGet || self.is_of_rank_1(Fault::GarbageGetOfRank1) => {
                 for index in 0..page.piece_count() {
                     if let Ok(piece) = page.piece_mut(index) {
                         piece.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at as u8).wrapping_mul(167) ^ 0x5a);
@@ -203,7 +203,8 @@ impl Backend {
 
     fn set_page(&self, page: Page<'_, Set>) -> Result<()> {
         let name = self.name(page.pool(), page.key());
-        if is(Fault::RefuseSets) || page.len() == 1 && is(Fault::RefusesOneByte) {
+        let refuses = is(Fault::RefuseSets) || self.is_of_rank_1(Fault::RefuseSetsOfRank1);
+        if refuses || page.len() == 1 && is(Fault::RefusesOneByte) {
             page.finish(PageStatus::Refused);
             return Ok(());
         }

@@ -93,6 +93,20 @@ faults! {
     /// `health` says failed.
     HealthFailed = "health_failed",
 
+    // Faults of the instance of the second of several ranks; those of the others are right.
+    /// `open` fails.
+    OpenFailsForRank1 = "open_fails_for_rank_1",
+    /// `batch_get` never returns.
+    HangInGetOfRank1 = "hang_in_get_of_rank_1",
+    /// `batch_get` panics.
+    PanicInGetOfRank1 = "panic_in_get_of_rank_1",
+    /// `batch_get` fails with an error that says that no retry helps.
+    ErrorInGetOfRank1 = "error_in_get_of_rank_1",
+    /// `batch_get` gives bytes of the right length that were never stored, as good.
+    GarbageGetOfRank1 = "garbage_get_of_rank_1",
+    /// Every set is refused.
+    RefuseSetsOfRank1 = "refuse_sets_of_rank_1",
+
     // Below the safe traits.
     /// The entry answers its table for every version.
     EntryAnyVersion = "entry_any_version",

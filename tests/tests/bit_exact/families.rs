@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kvdock_models::testing::{Fixture, token_ids};
+use kvdock_models::testing::{Fixture, TinyKind, TinyModel, token_ids};
 
 use super::rig::{Loaded, Rig, Rows, Setup, Tier, Wrap};
 
@@ -20,11 +20,19 @@ pub struct Family {
 
 impl Family {
     pub fn new(name: &'static str) -> Self {
+        Self::over_ranks(name, 1)
+    }
+
+    /// The same over so many tensor-parallel ranks. `dense` is a dense one.
+    pub fn over_ranks(name: &'static str, ranks: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        Fixture::new(name).expect("a fixture").write(folder.path()).unwrap();
+        match name {
+            "dense" => TinyModel::new(TinyKind::Qwen3).write_hf(folder.path()).unwrap(),
+            name => Fixture::new(name).expect("a fixture").write(folder.path()).unwrap(),
+        }
         // Windows of 16 tokens are to be more than one page.
         let page = if matches!(name, "gpt_oss" | "mimo") { 4 } else { 16 };
-        let model = Loaded::with_page(folder.path(), page);
+        let model = Loaded::over_ranks(folder.path(), page, ranks);
         Family { name, model, recurrent: name.starts_with("qwen3_next") || name == "qwen3_5" }
     }
 
@@ -52,7 +60,11 @@ impl Family {
 }
 
 fn every_tier_gives_the_same_bits(name: &'static str) {
-    let family = Family::new(name);
+    every_tier_gives_the_same_bits_over(name, 1);
+}
+
+pub fn every_tier_gives_the_same_bits_over(name: &'static str, ranks: usize) {
+    let family = Family::over_ranks(name, ranks);
     let page = family.page();
     let whole = family.tokens(PAGES);
     let prompt = family.ids("prompt", PAGES * page + 3);
@@ -71,7 +83,7 @@ fn every_tier_gives_the_same_bits(name: &'static str) {
         let apart = rig.run("apart", &branch, NEW, Some("apart"));
         apart.came_from(Tier::Nowhere, 0);
         let (first, second) = reference.get_or_insert((cold.rows.clone(), apart.rows.clone()));
-        let told = |what: &str| format!("{name}, {what}, chunks of {chunk}");
+        let told = |what: &str| format!("{name}, {ranks} ranks, {what}, chunks of {chunk}");
         first.must_equal(&cold.rows, &told("cold"));
         second.must_equal(&apart.rows, &told("a branch, cold"));
         let shared = rig.run("shared", &branch, NEW, None);

@@ -7,6 +7,7 @@
 mod families;
 mod faults;
 mod linked;
+mod ranks;
 mod rig;
 
 use kvdock_tests::prompt;

@@ -17,7 +17,7 @@ use kvdock::plugin::backend::{
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{Device, KvDtype};
-use kvdock_models::{KvGeometry, LoadOptions, LoadedModel, PoolSet, PoolSizes, load};
+use kvdock_models::{KvGeometry, LoadOptions, LoadedModel, PoolDecl, PoolSet, PoolSizes, load};
 use kvdock_tests::{paths, prompt};
 
 const PAGE: usize = 16;
@@ -142,10 +142,10 @@ pub struct Rig {
     vocab: u32,
 }
 
-/// A model, and the device that it runs on.
+/// A model, and the devices that its ranks run on.
 pub struct Loaded {
     model: LoadedModel,
-    device: Arc<dyn Device>,
+    devices: Vec<Arc<dyn Device>>,
     /// Tokens a page.
     pub page: usize,
 }
@@ -158,11 +158,18 @@ impl Loaded {
 
     /// As `from`, for pages of `page` tokens or what its pools take.
     pub fn with_page(path: &Path, page: usize) -> Self {
+        Self::over_ranks(path, page, 1)
+    }
+
+    /// As `with_page`, over so many tensor-parallel ranks.
+    pub fn over_ranks(path: &Path, page: usize, ranks: usize) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(threads).expect("a CPU device"));
-        let model = load(path, &LoadOptions::new(device.clone())).expect("the model loads");
+        let device = || CpuDevice::new((threads / ranks).max(1)).expect("a CPU device");
+        let devices: Vec<Arc<dyn Device>> = (0..ranks).map(|_| Arc::new(device()) as Arc<dyn Device>).collect();
+        let options = LoadOptions { further_ranks: devices[1..].to_vec(), ..LoadOptions::new(devices[0].clone()) };
+        let model = load(path, &options).expect("the model loads");
         let page = page.next_multiple_of(model.spec().page_multiple);
-        Self { model, device, page }
+        Self { model, devices, page }
     }
 
     /// Tokens that the model knows.
@@ -173,9 +180,9 @@ impl Loaded {
     /// Memory for the model and for the cache.
     fn memory(&self, setup: &Setup<'_>) -> (ModelMemory, CacheMemory) {
         let spec = self.model.spec();
-        if let Some(kv) = spec.kv.filter(|_| spec.pools.len() == 1) {
+        if let Some(kv) = spec.kv.filter(|_| spec.pools.len() == 1 && spec.ranks == 1) {
             let shape = kv.pool(KvDtype::F16, self.page, setup.device_pages);
-            let pool = self.device.alloc_kv_pool(shape).expect("a KV pool");
+            let pool = self.devices[0].alloc_kv_pool(shape).expect("a KV pool");
             return (pool.clone().into(), pool.into());
         }
         let sizes = PoolSizes {
@@ -185,7 +192,7 @@ impl Loaded {
             slots: setup.running + setup.states,
             dtype: KvDtype::F16,
         };
-        let pools = PoolSet::allocate(self.device.as_ref(), &spec.pools, sizes).expect("the pools");
+        let pools = PoolSet::allocate_ranks(&self.devices, &spec.pools, sizes).expect("the pools");
         let room =
             CacheRoom { running: setup.running, host_windows: setup.host_pages, host_states: 2 * setup.states as u32 };
         let cache = CacheMemory::of_pools(&pools, spec.layers, room).expect("the cache's memory");
@@ -235,17 +242,20 @@ impl Rig {
             kv_heads: small(kv.kv_heads),
             head_dim_k: small(kv.head_dim_k),
             head_dim_v: small(kv.head_dim_v),
-            tp: (0, 1),
+            tp: (0, small(spec.ranks)),
             pp: (0, 1),
             cp: (0, 1),
             numerics_id: spec.numerics_id.clone(),
         };
-        let identity = WorkerIdentity::new(namespace, "small", spec.weights_digest);
+        let replicated = spec.ranks > 1 && spec.pools.iter().all(PoolDecl::replicated);
+        let identity = WorkerIdentity::of_ranks(namespace, "small", spec.weights_digest, replicated);
+        let of_rank = |rank: usize| identity.of_rank(small(rank)).namespace.digest();
         let cache_config = CacheConfig {
             host_pages: setup.host_pages,
             host_layout: layout,
             linked,
-            identity: identity.namespace.digest(),
+            identity: of_rank(0),
+            further_identities: (1..spec.ranks).map(of_rank).collect(),
             prefetch_threshold: threshold,
             // Nothing here is about being late.
             prefetch_timeout_base: Duration::from_secs(60),
@@ -449,6 +459,9 @@ impl BackendSink for Sink {
     }
     fn cache_mode(&self) -> CacheMode {
         if self.linked { CacheMode::Linker } else { CacheMode::Hierarchical }
+    }
+    fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
+        self.storage.rank_pools()
     }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
         let backend = (self.wrap)(backend, self.storage.host_pools());

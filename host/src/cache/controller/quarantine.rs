@@ -82,7 +82,7 @@ mod tests {
             dtype: KvDtype::F16,
         };
         let host =
-            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 4, HostLayout::PageFirst, [0; 32]).unwrap();
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 4, HostLayout::PageFirst, &[[0; 32]]).unwrap();
         let pages = host.alloc(3).unwrap();
         let quarantine = Quarantine::default();
         quarantine.hold(&pages[..2], &host);

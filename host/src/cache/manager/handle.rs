@@ -19,11 +19,21 @@ impl StorageHandle {
         StorageHandle { shared }
     }
 
-    /// What a backend needs to know of the host pools before it is attached, the anchor first. None of them without a host tier; then
+    /// What a backend needs to know of the host pools (of the first rank) before it is attached, the anchor first. None of them without a host tier; then
     /// there can be no storage tier.
     pub fn host_pools(&self) -> Vec<HostPoolDescription> {
         let Some(shared) = &self.shared else { return Vec::new() };
-        shared.hosts().iter().flat_map(|(_, host)| host.descriptions().iter().cloned()).collect()
+        self.pools_of(shared, 0)
+    }
+
+    /// The host pools of every rank, which a backend registers with an instance each.
+    pub fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
+        let Some(shared) = &self.shared else { return Vec::new() };
+        (0..shared.host.ranks()).map(|rank| self.pools_of(shared, rank)).collect()
+    }
+
+    fn pools_of(&self, shared: &Shared, rank: usize) -> Vec<HostPoolDescription> {
+        shared.hosts().iter().flat_map(|(_, host)| host.descriptions(rank).cloned()).collect()
     }
 
     /// Puts an opened and registered backend to use, in the same step in which the one whose place it takes leaves. Pages that the

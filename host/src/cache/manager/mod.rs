@@ -142,10 +142,12 @@ impl CacheManager {
         let lower = match config.host_pages {
             0 => None,
             host_pages => {
-                let (layout, identity) = (config.host_layout, config.identity);
+                let layout = config.host_layout;
+                let identities: Vec<[u8; 32]> =
+                    std::iter::once(config.identity).chain(config.further_identities.iter().copied()).collect();
                 let host = |memory: &DeviceMemory, component: Component, pages| -> Result<HostPool, CacheError> {
                     let shape = memory.host_shape(component == Component::State);
-                    let mut host = HostPool::new(&shape, component.into(), pages, layout, identity)?;
+                    let mut host = HostPool::new(&shape, component.into(), pages, layout, &identities)?;
                     host.pin_for(memory);
                     Ok(host)
                 };

@@ -38,6 +38,8 @@ pub(crate) struct HostPool {
     planes: Vec<Plane>,
     /// What backends have to know of each named pool, in order.
     descriptions: Vec<HostPoolDescription>,
+    /// The rank that each of them belongs to.
+    ranks: Vec<usize>,
     /// The seals of those that have bytes.
     seals: Vec<Seals>,
     /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
@@ -106,9 +108,11 @@ struct PooledPlan {
 }
 
 impl Plan {
-    fn new(host: &HostShape, pages: u32, layout: HostLayout, identity: [u8; 32]) -> Option<Self> {
+    /// `identities` are those of the ranks.
+    fn new(host: &HostShape, pages: u32, layout: HostLayout, identities: &[[u8; 32]]) -> Option<Self> {
         let mut plan = Plan::default();
         for pool in &host.pools {
+            let identity = *identities.get(pool.rank).or(identities.first())?;
             let pool = plan.add(pool, pages, layout, identity)?;
             plan.pools.push(pool);
         }
@@ -188,19 +192,20 @@ fn prefault(base: usize, plan: &Plan) -> Option<JoinHandle<()>> {
 }
 
 impl HostPool {
-    /// A pool of `pages` pages of this shape, not yet backed by memory. Backends know its pools as parts of `group`.
+    /// A pool of `pages` pages of this shape, not yet backed by memory. Backends know its pools as parts of `group`. Pages of each rank are sealed
+    /// with the rank's own of `identities`, or with the first where there is none.
     pub fn new(
         shape: &HostShape,
         group: PoolGroup,
         pages: u32,
         layout: HostLayout,
-        identity: [u8; 32],
+        identities: &[[u8; 32]],
     ) -> Result<Self, CacheError> {
         let too_large = |message: &str| CacheError::HostMemory {
             bytes: shape.page_bytes().saturating_mul(pages.into()),
             message: message.to_owned(),
         };
-        let plan = Plan::new(shape, pages, layout, identity)
+        let plan = Plan::new(shape, pages, layout, identities)
             .map(|plan| Plan { bytes: plan.bytes.max(BLOCK), ..plan })
             .filter(|plan| plan.bytes <= isize::MAX as u64)
             .ok_or_else(|| too_large("the size is beyond what this machine can address"))?;
@@ -227,7 +232,7 @@ impl HostPool {
         let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
         let prefault = prefault(base as usize, &plan);
         let mut descriptions = Vec::with_capacity(plan.pools.len());
-        let mut seals = Vec::new();
+        let (mut seals, mut ranks) = (Vec::new(), Vec::new());
         for (pool, (named, planned)) in shape.pools.iter().zip(plan.pools).enumerate() {
             descriptions.push(HostPoolDescription {
                 name: named.name.to_owned(),
@@ -246,6 +251,7 @@ impl HostPool {
                 segments: planned.segments,
                 components: planned.components,
             });
+            ranks.push(named.rank);
             seals.extend(planned.seals.map(|(area, format)| Seals { pool, area, format }));
         }
         Ok(HostPool {
@@ -254,6 +260,7 @@ impl HostPool {
             bytes: plan.bytes,
             planes: plan.planes,
             descriptions,
+            ranks,
             seals,
             sealed: (0..pages).map(|_| AtomicBool::new(false)).collect(),
             sealing: Default::default(),
@@ -272,9 +279,15 @@ impl HostPool {
         }
     }
 
-    /// What a backend has to know to register the pools, in order.
-    pub fn descriptions(&self) -> &[HostPoolDescription] {
-        &self.descriptions
+    /// What a backend has to know to register the pools of a rank, in order.
+    pub fn descriptions(&self, rank: usize) -> impl Iterator<Item = &HostPoolDescription> {
+        let of_rank = move |&(_, owner): &(&HostPoolDescription, &usize)| *owner == rank;
+        self.descriptions.iter().zip(&self.ranks).filter(of_rank).map(|(description, _)| description)
+    }
+
+    /// Ranks that have pools.
+    pub fn ranks(&self) -> usize {
+        self.ranks.iter().max().map_or(0, |last| last + 1)
     }
 
     /// Payload bytes of a page in all pools, with the seals.
@@ -532,6 +545,10 @@ mod tests {
 
     use super::*;
 
+    fn first(pool: &HostPool) -> &HostPoolDescription {
+        pool.descriptions(0).next().unwrap()
+    }
+
     const SPEC: KvSpec =
         KvSpec { layers: 3, kv_heads: 2, head_dim_k: 8, head_dim_v: 4, page_tokens: 4, pages: 1, dtype: KvDtype::F16 };
 
@@ -540,7 +557,7 @@ mod tests {
 
     /// Writes a byte pattern into a page through the description's segments, as a backend would.
     fn fill(pool: &HostPool, page: u32, salt: u8) {
-        let description = &pool.descriptions()[0];
+        let description = first(pool);
         let payload = description.segments.len() - 1;
         for (index, segment) in description.segments[..payload].iter().enumerate() {
             let start = segment.offset + u64::from(page) * segment.stride;
@@ -555,14 +572,14 @@ mod tests {
     #[test]
     fn every_payload_byte_is_under_the_seal_in_every_layout() {
         for layout in LAYOUTS {
-            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 3, layout, [9; 32]).unwrap();
+            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 3, layout, &[[9; 32]]).unwrap();
             let pages = pool.alloc(3).unwrap();
             for &page in &pages {
                 fill(&pool, page, page as u8);
                 // SAFETY: the test holds the page.
                 unsafe { pool.seal(page, &[page as u8; 32]) };
             }
-            let description = pool.descriptions()[0].clone();
+            let description = first(&pool).clone();
             for &page in &pages {
                 let key = [page as u8; 32];
                 // SAFETY: the test holds the page.
@@ -590,10 +607,10 @@ mod tests {
     #[test]
     fn segments_of_pages_do_not_overlap() {
         for layout in LAYOUTS {
-            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 4, layout, [0; 32]).unwrap();
-            let mut taken = vec![false; pool.descriptions()[0].bytes as usize];
+            let pool = HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 4, layout, &[[0; 32]]).unwrap();
+            let mut taken = vec![false; first(&pool).bytes as usize];
             for page in 0..4 {
-                for segment in &pool.descriptions()[0].segments {
+                for segment in &first(&pool).segments {
                     let start = (segment.offset + page * segment.stride) as usize;
                     for seen in &mut taken[start..start + segment.len as usize] {
                         assert!(!*seen, "{layout:?}");
@@ -607,7 +624,7 @@ mod tests {
     #[test]
     fn a_page_taken_anew_has_no_seal() {
         let pool =
-            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 1, HostLayout::PageFirst, [0; 32]).unwrap();
+            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 1, HostLayout::PageFirst, &[[0; 32]]).unwrap();
         let page = pool.alloc(1).unwrap()[0];
         fill(&pool, page, 1);
         // SAFETY: the test holds the page.
@@ -626,19 +643,56 @@ mod tests {
         let spec = KvSpec { head_dim_k: 64, head_dim_v: 64, layers: 2, kv_heads: 2, ..SPEC };
         let spec = KvSpec { page_tokens: 16, ..spec };
         let pool =
-            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 2, HostLayout::PageFirst, [0; 32]).unwrap();
-        assert!(pool.descriptions()[0].segments.iter().all(|s| s.len % 4096 == 0));
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, 2, HostLayout::PageFirst, &[[0; 32]]).unwrap();
+        assert!(first(&pool).segments.iter().all(|s| s.len % 4096 == 0));
         let small =
-            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 2, HostLayout::PageFirst, [0; 32]).unwrap();
-        assert!(small.descriptions()[0].segments.last().unwrap().len < 4096);
+            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 2, HostLayout::PageFirst, &[[0; 32]]).unwrap();
+        assert!(first(&small).segments.last().unwrap().len < 4096);
     }
 
     #[test]
     fn a_pool_beyond_the_address_space_is_an_error_not_a_crash() {
         let spec = KvSpec { layers: usize::MAX / 1024, ..SPEC };
         let error =
-            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, u32::MAX, HostLayout::PageFirst, [0; 32])
+            HostPool::new(&HostShape::of_heads(&spec), PoolGroup::Full, u32::MAX, HostLayout::PageFirst, &[[0; 32]])
                 .unwrap_err();
         assert!(error.to_string().contains("cache.host_tokens"), "{error}");
+    }
+
+    #[test]
+    fn pages_of_every_rank_are_under_seals_of_their_own() {
+        let of_rank = |rank| NamedPlanes { rank, ..HostShape::of_heads(&SPEC).pools[0].clone() };
+        let shape = HostShape { pools: vec![of_rank(0), of_rank(1)], ..HostShape::of_heads(&SPEC) };
+        let new = |identities: [[u8; 32]; 2]| {
+            HostPool::new(&shape, PoolGroup::Full, 2, HostLayout::PageFirst, &identities).unwrap()
+        };
+        let pool = new([[1; 32], [2; 32]]);
+        assert_eq!(pool.ranks(), 2);
+        let page = pool.alloc(1).unwrap()[0];
+        // SAFETY: the test holds the page.
+        unsafe { pool.seal(page, &[7; 32]) };
+        let seal = |pool: &HostPool, rank: usize| -> Vec<u8> {
+            let description = pool.descriptions(rank).next().unwrap();
+            let seal = description.segments.last().unwrap();
+            let at = description.base as u64 + seal.offset + u64::from(page) * seal.stride;
+            // SAFETY: the segment lies in the mapping and the test is the only user.
+            unsafe { std::slice::from_raw_parts(at as *const u8, seal.len as usize) }.to_vec()
+        };
+        assert_ne!(seal(&pool, 0), seal(&pool, 1), "one rank's page is not the other's");
+        // SAFETY: the test holds the page.
+        assert!(unsafe { pool.verify(page, &[7; 32]) }.is_ok());
+        // The second rank's bytes are damaged.
+        let second = pool.descriptions(1).next().unwrap();
+        let at =
+            (second.base as u64 + second.segments[0].offset + u64::from(page) * second.segments[0].stride) as *mut u8;
+        // SAFETY: as above.
+        unsafe { *at ^= 1 };
+        // SAFETY: the test holds the page.
+        assert!(unsafe { pool.verify(page, &[7; 32]) }.is_err());
+        let same = new([[1; 32], [1; 32]]);
+        let page = same.alloc(1).unwrap()[0];
+        // SAFETY: the test holds the page.
+        unsafe { same.seal(page, &[7; 32]) };
+        assert_eq!(seal(&same, 0), seal(&same, 1), "ranks of equal bytes have equal objects");
     }
 }

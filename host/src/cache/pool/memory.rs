@@ -10,7 +10,8 @@ use crate::cache::layout::PlaneShape;
 use crate::cache::types::CacheError;
 use crate::plugin::backend::{PlaneKind, PoolHit};
 
-/// What the pools of one component hold on the device: a page (or a state) is a page of each of them, under one number.
+/// What the pools of one component hold on the device: a page (or a state) is a page of each of them, under one number, also where they are the
+/// pools of several ranks.
 #[derive(Clone)]
 pub struct DeviceMemory {
     pools: Vec<DevicePool>,
@@ -20,10 +21,12 @@ pub struct DeviceMemory {
     layers: usize,
 }
 
-/// One named pool.
+/// One named pool of one rank.
 #[derive(Clone)]
 struct DevicePool {
     name: &'static str,
+    /// Number of the rank, 0 where there is one.
+    rank: usize,
     hit: PoolHit,
     /// The model's layer behind each buffer; none where they have the same numbers.
     layers: Option<Vec<u32>>,
@@ -89,6 +92,8 @@ pub(crate) struct PlaneSpec {
 pub(crate) struct NamedPlanes {
     /// Its name in storage.
     pub name: &'static str,
+    /// The rank whose pool it is.
+    pub rank: usize,
     /// What a prefix needs of it.
     pub hit: PoolHit,
     /// What a page consists of, in order; nothing for a logical pool.
@@ -119,7 +124,12 @@ impl HostShape {
     #[cfg(test)]
     pub fn of_heads(spec: &KvSpec) -> Self {
         HostShape {
-            pools: vec![NamedPlanes { name: "kv", hit: PoolHit::AllPages, planes: planes_of_heads(spec, None).into() }],
+            pools: vec![NamedPlanes {
+                name: "kv",
+                rank: 0,
+                hit: PoolHit::AllPages,
+                planes: planes_of_heads(spec, None).into(),
+            }],
             page_tokens: spec.page_tokens,
             layers: spec.layers,
             dtype: spec.dtype,
@@ -150,7 +160,7 @@ impl From<Arc<dyn KvPool>> for DeviceMemory {
         let spec = *pool.spec();
         let buffers = Buffers::Heads(pool);
         DeviceMemory {
-            pools: vec![DevicePool { name: "kv", hit: PoolHit::AllPages, layers: None, buffers }],
+            pools: vec![DevicePool { name: "kv", rank: 0, hit: PoolHit::AllPages, layers: None, buffers }],
             pages: spec.pages,
             page_tokens: spec.page_tokens,
             dtype: spec.dtype,
@@ -210,13 +220,15 @@ impl CacheMemory {
 }
 
 impl DeviceMemory {
-    /// The pools of a model that `belong`. None where there are none.
+    /// The pools of a model that `belong`, one rank's after the other's. None where there are none.
     fn of_pools(pools: &PoolSet, layers: usize, belongs: impl Fn(&PoolDecl) -> bool) -> Option<Self> {
         let sizes = pools.sizes();
         let mut named = Vec::new();
         let mut pages = 0;
-        for (index, decl) in pools.decls().iter().enumerate().filter(|(_, decl)| belongs(decl)) {
-            let buffers = match pools.memory(index)? {
+        let ranks = (0..pools.rank_count()).filter_map(|rank| Some((rank, pools.rank(rank).ok()?)));
+        let decls = pools.decls().iter().enumerate().filter(|(_, decl)| belongs(decl));
+        for ((rank, of_rank), (index, decl)) in ranks.flat_map(|rank| decls.clone().map(move |decl| (rank, decl))) {
+            let buffers = match of_rank.memory(index)? {
                 PoolMemory::None => Buffers::Logical,
                 // Numbers without a buffer are what a pool of no layers is, too.
                 _ if decl.layers.is_empty() => Buffers::Logical,
@@ -232,7 +244,7 @@ impl DeviceMemory {
             };
             pages = sizes.pages(decl.source);
             let layers = Some(decl.layers.iter().map(|&layer| small(layer)).collect());
-            named.push(DevicePool { name: decl.name, hit, layers, buffers });
+            named.push(DevicePool { name: decl.name, rank, hit, layers, buffers });
         }
         let (page_tokens, dtype) = (sizes.page_tokens, sizes.dtype);
         (!named.is_empty()).then_some(DeviceMemory { pools: named, pages, page_tokens, dtype, layers })
@@ -277,7 +289,7 @@ impl DeviceMemory {
                     vec![PlaneSpec { shape, kind, layers: pool.layers.clone() }]
                 }
             };
-            NamedPlanes { name: pool.name, hit: pool.hit, planes }
+            NamedPlanes { name: pool.name, rank: pool.rank, hit: pool.hit, planes }
         };
         let page_tokens = if is_state { 0 } else { self.page_tokens };
         HostShape { pools: self.pools.iter().map(named).collect(), page_tokens, layers: self.layers, dtype: self.dtype }

@@ -68,14 +68,16 @@ impl Shared {
     /// Opens a backend beside what is there and switches it in. When it is refused, nothing has changed. An attach that is called off answers at
     /// once; what the plugin does until then is undone when it returns.
     pub fn bring_in(self: &Arc<Self>, table: BackendTable, mode: &AttachMode, change: &PolicyChange) -> Answer {
-        let pools = self.sink.host_pools();
+        let pools = self.sink.rank_pools();
+        let refuse = |error: &str| Refused { error: AdminError::new(error), member: None };
         if pools.is_empty() {
-            return Err(Refused {
-                error: AdminError::new(
-                    "there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"",
-                ),
-                member: None,
-            });
+            return Err(refuse(
+                "there is no host pool to move pages through: set cache.host_tokens above 0 and cache.mode = \"hierarchical\"",
+            ));
+        }
+        if pools.len() != self.identity.ranks() as usize {
+            let (pools, ranks) = (pools.len(), self.identity.ranks());
+            return Err(refuse(&format!("there are host pools of {pools} ranks, but the model has {ranks}")));
         }
         let member =
             self.announce(&table, mode).map_err(|error| Refused { error: AdminError::new(error), member: None })?;
@@ -84,7 +86,7 @@ impl Shared {
             config: table,
             folders: self.folders.clone(),
             identity: self.identity.clone(),
-            pools: pools.into(),
+            pools: pools.into_iter().map(Arc::from).collect(),
             mode: self.sink.cache_mode(),
             state: member.state.clone(),
             calls: member.calls.clone(),
@@ -143,12 +145,16 @@ impl Shared {
     /// to it again.
     fn hear_of_losses(self: &Arc<Self>, name: &str, opened: &Opened) {
         let (shared, name) = (Arc::downgrade(self), name.to_owned());
-        opened.instance.context().listen_for_losses(Some(Box::new(move || {
+        let heard = Arc::new(move || {
             if let Some(shared) = shared.upgrade() {
                 tracing::info!(backend = %name, "what the store held is gone; it is offered what the host holds");
                 shared.sink.emptied(&name);
             }
-        })));
+        });
+        for context in opened.instance.contexts() {
+            let heard = heard.clone();
+            context.listen_for_losses(Some(Box::new(move || heard())));
+        }
     }
 
     /// Shows that a backend is being opened.

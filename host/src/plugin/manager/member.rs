@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 use super::super::admin::{AdminError, BackendStatus};
 use super::super::backend::{BackendSettings, StorageBackend};
 use super::super::controls::Controls;
-use super::super::instance::Instance;
 use super::super::open::Opened;
+use super::super::ranks::Ranks;
 use super::super::state::{BackendState, StateCell};
 use super::attach::{Answer, Refused};
 use super::lock;
@@ -55,8 +55,8 @@ impl Member {
         self.state.instance()
     }
 
-    /// Its instance, once it is open.
-    pub fn instance(&self) -> Option<&Arc<Instance>> {
+    /// Its instance, that of each rank, once it is open.
+    pub fn instance(&self) -> Option<&Arc<Ranks>> {
         self.opened.get().map(|opened| &opened.instance)
     }
 
@@ -149,6 +149,7 @@ impl Member {
             in_use,
             in_flight: instance.map_or(0, |instance| instance.in_flight() as u64),
             quarantined_pages: instance.map_or(0, |instance| instance.quarantined() as u64),
+            ranks: instance.map(|instance| instance.rank_status()).unwrap_or_default(),
             guards: None,
             settings: self.settings.clone(),
             config: self.shown_config(),

@@ -26,9 +26,9 @@ use std::time::Duration;
 use super::abi::AbiVersions;
 use super::admin::{AdminError, AttachMode, AttachRequest, StorageAdmin, StorageStatus};
 use super::backend::{BackendSink, CallOptions, PolicyChange, StorageBackend};
-use super::host_table::PluginMetric;
+use super::host_table::{HostContext, PluginMetric};
 use super::identity::WorkerIdentity;
-use super::instance::Instance;
+use super::ranks::Ranks;
 use super::state::BackendState;
 use crate::config::StorageConfig;
 use board::Board;
@@ -174,18 +174,29 @@ impl PluginManager {
 
     /// What the plugins reported as metrics.
     pub fn reported_metrics(&self) -> Vec<ReportedMetric> {
-        let of = |instance: &Arc<Instance>| {
-            let backend = instance.name().to_owned();
-            let metrics = instance.context().metrics().into_iter();
-            metrics.map(move |((name, labels), value)| (backend.clone(), name, labels, value))
+        let of = |instance: &Arc<Ranks>| {
+            let several = instance.instances().len() > 1;
+            let of_rank = |(rank, context): (usize, &'static HostContext)| {
+                let backend = instance.name().to_owned();
+                let of = move |labels: String| if several { ranked(&labels, rank) } else { labels };
+                let metrics = context.metrics().into_iter();
+                metrics.map(move |((name, labels), value)| (backend.clone(), name, of(labels), value))
+            };
+            instance.contexts().enumerate().flat_map(of_rank).collect::<Vec<_>>()
         };
         self.shared.in_use().iter().flat_map(of).collect()
     }
 }
 
+/// The labels of a metric, with that of the rank.
+fn ranked(labels: &str, rank: usize) -> String {
+    let rank = format!("rank=\"{rank}\"");
+    if labels.is_empty() { rank } else { format!("{labels},{rank}") }
+}
+
 impl Shared {
     /// The instances that the cache uses, in order.
-    fn in_use(&self) -> Vec<Arc<Instance>> {
+    fn in_use(&self) -> Vec<Arc<Ranks>> {
         let board = lock(&self.board);
         board.slots.iter().filter(|slot| slot.in_use).filter_map(|slot| slot.member.instance().cloned()).collect()
     }

@@ -9,6 +9,7 @@ use super::super::backend::*;
 use super::super::identity::{Namespace, PAGE_FORMAT, WorkerIdentity};
 use super::super::instance_tests::hanging;
 use super::super::open::Opened;
+use super::super::ranks::Ranks;
 use super::super::state::{BackendState, StateCell};
 use super::member::Member;
 use super::{PluginManager, lock};
@@ -68,7 +69,7 @@ fn a_hung_call_kept_the_process_for_the_whole_drain_timeout_of_its_backend() {
         state.go(BackendState::Active, "");
         let member = Member::new(name, "moody", settings.clone(), state);
         let (instance, cancelled) = hanging(name, settings.clone());
-        member.set_opened(Opened { instance, shown_config: Default::default() });
+        member.set_opened(Opened { instance: Arc::new(Ranks::alone(instance)), shown_config: Default::default() });
         let mut board = lock(&manager.shared.board);
         let plan = board.plan(name, &AttachMode::Add, u64::MAX, usize::MAX).unwrap();
         board.put(&plan, usize::MAX, member, true);

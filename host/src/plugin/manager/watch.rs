@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvdock_plugin_api::HealthState;
 
 use super::super::backend::{BreakerState, ErrorKind, GuardReport, StorageBackend};
-use super::super::instance::Instance;
+use super::super::ranks::Ranks;
 use super::super::state::BackendState;
 use super::member::Member;
 use super::{Shared, lock};
@@ -99,7 +99,7 @@ fn resting(guards: &GuardReport) -> Option<String> {
 }
 
 /// Asks one backend how it is, and shows the answer.
-pub(in super::super) fn ask(instance: &Instance, resting: Option<String>) {
+pub(in super::super) fn ask(instance: &Ranks, resting: Option<String>) {
     let answer = instance.health(Instant::now() + ANSWER_TIMEOUT.min(instance.settings().timeout));
     let trouble = match answer {
         Ok((HealthState::Ok, _)) => instance.told_trouble().or(resting),
@@ -112,5 +112,5 @@ pub(in super::super) fn ask(instance: &Instance, resting: Option<String>) {
         None => (BackendState::Active, ""),
         Some(reason) => (BackendState::Degraded, reason.as_str()),
     };
-    instance.state().go_if(BackendState::serves, state, reason);
+    instance.show(state, reason);
 }

@@ -68,7 +68,7 @@ pub(in crate::server) fn server_info(server: &Arc<Server>) -> Result<Response, A
             "effective_max_running_requests_per_dp": stats.max_running,
             "num_running_reqs": stats.running,
             "num_queue_reqs": stats.queued,
-            "world_size": 1,
+            "world_size": served.spec.ranks,
             "startup_time": served.startup_seconds,
         }]),
     );
