@@ -145,7 +145,9 @@ fn a_store_that_one_rank_has_lost_is_asked_for_nothing_more() {
 /// In linker mode a layer is there when it is on every rank, and a page is right when it is right on each.
 #[test]
 fn l03_layers_come_to_several_ranks_with_the_same_bits() {
-    for (name, ranks) in [("dense", 2), ("dense", 4), ("qwen3_moe", 2), ("glm_dsa", 2)] {
+    let families =
+        [("dense", 2), ("dense", 4), ("qwen3_moe", 2), ("glm_dsa", 2), ("gpt_oss", 2), ("dsv4", 2), ("qwen3_next", 2)];
+    for (name, ranks) in families {
         let family = Family::over_ranks(name, ranks);
         let store = tempfile::tempdir().unwrap();
         let start = || family.start(Setup { folder: Some(store.path()), linked: true, ..Setup::default() });
@@ -154,7 +156,8 @@ fn l03_layers_come_to_several_ranks_with_the_same_bits() {
         let rig = start();
         let cold = rig.run("cold", &prompt, NEW, None);
         cold.came_from(Tier::Nowhere, 0);
-        rig.empty_all();
+        rig.wait_written();
+        rig.empty_device();
         let loaded = rig.run("loaded", &prompt, NEW, None);
         loaded.came_from(Tier::Storage, whole);
         cold.rows.must_equal(&loaded.rows, &format!("{name} over {ranks} ranks, layer by layer"));
