@@ -1,18 +1,19 @@
 //! Requests in linker mode: what storage has is asked while they wait, and comes layer by layer once they run.
 
+mod plan;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::CacheManager;
 use super::admit::{FOLLOW_UPS, Known, Request};
-use super::grant::{Draft, Phase};
+use super::grant::Phase;
 use crate::cache::config::PrefetchPolicy;
 use crate::cache::controller::{CancelSet, FetchStep};
-use crate::cache::linker::{Answer, Arriving, Hit, LoadBatch, LoadRun, LoadSpan, Lookup, Origin};
-use crate::cache::pool::{DevicePages, HostPool};
-use crate::cache::types::{Acquire, CacheError, MissReason, PageTables, Prefetch, RequestId};
-use crate::cache::unified::{Component, Lock, NO_SLOT, NodeId, Parts, PerComponent, Room, Side, Slots};
+use crate::cache::linker::{Answer, LoadBatch, LoadRun, Lookup};
+use crate::cache::types::{CacheError, MissReason, PageTables, Prefetch, RequestId};
+use crate::cache::unified::{Component, Lock, NodeId, PerComponent, Room, Side};
 
 /// How a request stands with storage.
 #[derive(Debug, Default)]
@@ -93,35 +94,6 @@ pub struct Settled {
     pub state: Option<u32>,
     /// Why the rest did not, if there is one.
     pub reason: Option<MissReason>,
-}
-
-/// What can be loaded behind the pages of a grant.
-enum Plan {
-    Nothing,
-    /// Others hold the transit pages that it takes.
-    Wait,
-    NoSpace,
-    Load {
-        origin: Origin,
-        span: LoadSpan,
-        lent: Option<Lent>,
-    },
-}
-
-/// What a load has to bring to get to the end of a page, depending on which one.
-struct Needs {
-    /// Pages of the sequence before it.
-    start: usize,
-    /// Pages of all tokens that are on the device.
-    resident: usize,
-    window: usize,
-    states: usize,
-}
-
-impl Needs {
-    fn upto(&self, end: usize) -> PerComponent<usize> {
-        PerComponent([end.saturating_sub(self.resident), self.window.min(end - self.start), self.states])
-    }
 }
 
 impl CacheManager {
@@ -229,178 +201,6 @@ impl CacheManager {
         state.storage.hit_end = answer.end();
         state.storage.reason = answer.fault;
         state.linked.answer = Some(answer);
-    }
-
-    /// Grants what is on the device, and behind it slots for what storage has.
-    pub(super) fn grant_with_load(&mut self, state: &mut Request, draft: Draft, tokens: &[u32]) -> Acquire {
-        let pages = self.tree.end(draft.lock.node()).map_or(0, |end| end as usize);
-        let (origin, span, lent) = match self.plan_load(state, pages, tokens) {
-            Plan::Nothing => return self.grant(state, draft, tokens),
-            Plan::NoSpace => {
-                self.unlock(draft.lock);
-                return Acquire::NoSpace;
-            }
-            Plan::Wait => {
-                self.unlock(draft.lock);
-                state.phase = Phase::Queued { ignore_host: false };
-                return Acquire::Loading;
-            }
-            Plan::Load { origin, span, lent } => (origin, span, lent),
-        };
-        let layers = self.lower.as_ref().map_or(0, |lower| lower.shared.layers());
-        let id = self.new_id();
-        let run = LoadRun::new(id, state.id, origin, span, layers);
-        self.arrivals.insert(id, Arc::clone(&run));
-        self.queued_loads.push(id);
-        state.linked.run = Some(Arc::clone(&run));
-        let lent_slots = lent.as_ref().map_or(Vec::new(), |lent| self.slots_of(lent));
-        state.linked.lent = lent;
-        let mut acquired = self.grant(state, draft, tokens);
-        if let Acquire::Granted(grant) = &mut acquired {
-            let root = self.tree.root(&state.namespace);
-            let (span, size) = (&run.span, self.page_size);
-            grant.from_device += lent_slots.len() * size;
-            grant.from_storage += (run.pages() - lent_slots.len()) * size;
-            grant.tokens += run.pages() * size;
-            grant.pages.extend(lent_slots);
-            grant.pages.extend_from_slice(&span.device[Component::Full]);
-            if self.windows.is_some() {
-                grant.windows.resize(span.from(Component::Window), NO_SLOT);
-                grant.windows.extend_from_slice(&span.device[Component::Window]);
-            }
-            grant.why = self.misses(state, root, tokens, span.end());
-            grant.state = None;
-            grant.branch = grant.branch.filter(|&tokens| tokens > grant.tokens);
-            grant.arriving = Some(Arriving(run));
-        }
-        acquired
-    }
-
-    /// Slots of pages that are lent.
-    fn slots_of(&self, lent: &Lent) -> Vec<u32> {
-        let table = self.tree.device_table(Component::Full, lent.lock.node()).unwrap_or_default();
-        table.get(lent.pages.clone()).unwrap_or_default().to_vec()
-    }
-
-    /// What is on the device behind the first `pages` pages of a sequence, and lacks a window or a state alone, held until it is given back.
-    fn lend(&mut self, state: &Request, pages: usize, tokens: &[u32]) -> Option<Lent> {
-        if self.tree.components().len() == 1 {
-            return None;
-        }
-        let root = self.tree.find_root(&state.namespace)?;
-        let reusable = state.reusable_pages(tokens.len(), self.page_size);
-        let found = self.tree.find(root, tokens.get(..reusable * self.page_size)?)?;
-        let upto = found.resident.pages as usize;
-        if upto <= pages {
-            return None;
-        }
-        let settled = self.tree.settle(found.resident);
-        let node = self.sound(settled)?;
-        let locked = self.tree.lock_parts(node, Parts::FULL);
-        Some(Lent { lock: self.sound(locked)?, pages: pages..upto })
-    }
-
-    fn plan_load(&mut self, state: &mut Request, pages: usize, tokens: &[u32]) -> Plan {
-        let Some(Answer { start, held, keys, hit: Some(Hit { lengths, origin }), .. }) = &state.linked.answer else {
-            return Plan::Nothing;
-        };
-        let (start, held_end) = (*start, start + held);
-        let limit = state.reusable_pages(tokens.len(), self.page_size).min(keys.len());
-        // Storage may have been changed or emptied since.
-        let stands =
-            self.writes.view_of(&origin.attached).is_some() && origin.attached.times_emptied() == origin.emptied;
-        if start > pages || !stands {
-            return Plan::Nothing;
-        }
-        // From the longest on.
-        let ends: Vec<usize> = (pages + 1..=limit).rev().filter(|end| lengths.contains(end - start)).collect();
-        if ends.is_empty() {
-            return Plan::Nothing;
-        }
-        let (keys, origin) = (Arc::clone(keys), origin.clone());
-        let lent = self.lend(state, pages, tokens);
-        let resident = lent.as_ref().map_or(pages, |lent| lent.pages.end);
-        let taken = match resident < held_end.min(ends[0]) {
-            // What nobody asked storage for has left the device.
-            true => Err(Plan::Nothing),
-            false => self.take_load_room(state, pages, resident, &ends),
-        };
-        let (end, device, transit) = match taken {
-            Ok(taken) => taken,
-            Err(plan) => {
-                self.give_back_lent(lent);
-                return plan;
-            }
-        };
-        // A shorter load may end before what is on the device does.
-        let lent = lent.map(|lent| Lent { pages: lent.pages.start..lent.pages.end.min(end), ..lent });
-        let window = self.window_pages();
-        let keys = keys.get(..end).map_or(keys.clone(), Arc::from);
-        Plan::Load { origin, span: LoadSpan { keys, start: pages, device, transit, window }, lent }
-    }
-
-    /// Slots and transit pages for a load to the longest of `ends` for which there is room, in time.
-    fn take_load_room(
-        &mut self,
-        state: &mut Request,
-        start: usize,
-        resident: usize,
-        ends: &[usize],
-    ) -> Result<(usize, Slots, Slots), Plan> {
-        let (window, states) = (self.window_pages(), usize::from(self.states.is_some()));
-        let needs = Needs { start, resident, window, states };
-        let longest = |has: &dyn Fn(Component) -> usize| {
-            let fits = |end: &usize| {
-                let needed = needs.upto(*end);
-                Component::ALL.into_iter().all(|component| needed[component] <= has(component))
-            };
-            ends.iter().copied().find(fits)
-        };
-        let host = |component: Component| self.host_pool(component);
-        let wanted = longest(&|component| host(component).map_or(0, HostPool::capacity));
-        let mut chosen = longest(&|component| host(component).map_or(0, HostPool::free_count));
-        if chosen != wanted {
-            let now = Instant::now();
-            let patience = self.config.prefetch_timeout_base;
-            let until = *state.linked.room_until.get_or_insert(now + patience);
-            if now < until && !(self.arrivals.is_empty() && self.writes.held.is_empty()) {
-                return Err(Plan::Wait);
-            }
-        }
-        let mut device = chosen.and_then(|end| self.take_slots(Side::Device, &needs.upto(end)));
-        if device.is_none() && chosen.is_some() {
-            if !self.nobody_else_holds_pages() {
-                return Err(Plan::NoSpace);
-            }
-            // Waiting would bring nothing: what fits.
-            let room = Component::ALL.map(|component| {
-                let free = self.device_pool(component).map_or(0, DevicePages::free_count);
-                let transit = self.host_pool(component).map_or(0, HostPool::free_count);
-                transit.min(free + self.tree.sizes(component).unlocked)
-            });
-            chosen = longest(&|component| room[component as usize]);
-            device = chosen.and_then(|end| self.take_slots(Side::Device, &needs.upto(end)));
-        }
-        let (Some(end), Some(device)) = (chosen, device) else {
-            state.storage.reason = Some(MissReason::HostFull);
-            return Err(Plan::Nothing);
-        };
-        let transit = self.lower.as_ref().and_then(|lower| lower.shared.alloc_host(&needs.upto(end)));
-        let Some(transit) = transit else {
-            self.give_back_all(Side::Device, device);
-            return Err(Plan::Nothing);
-        };
-        state.linked.room_until = None;
-        if end < ends[0] {
-            state.storage.reason = Some(MissReason::HostFull);
-        }
-        Ok((end, device, transit))
-    }
-
-    fn give_back_lent(&mut self, lent: Option<Lent>) {
-        if let Some(Lent { lock, .. }) = lent {
-            self.unlock(lock);
-        }
     }
 
     /// Starts all loads that were granted since the last time: those from one backend as one batch.

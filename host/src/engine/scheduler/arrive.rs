@@ -88,8 +88,8 @@ impl Gates<'_> {
             return Ok(());
         }
         *from = layer + 1;
-        let states = self.loads.iter().filter_map(|gated| gated.state);
-        states.map(|(from, to)| self.memory.copy_slot_layer(from, to, layer)).collect()
+        let mut states = self.loads.iter().filter_map(|gated| gated.state);
+        states.try_for_each(|(from, to)| self.memory.copy_slot_layer(from, to, layer))
     }
 
     fn give_up<T>(&self, layer: usize) -> Result<T, ModelError> {

@@ -1,6 +1,8 @@
 //! Models that keep more than pages of all tokens: windows, of which the one before the end comes, and recurrent states, of which the one at the end
 //! does.
 
+mod soak;
+
 use kvdock_models::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolLayout, PoolMemory, PoolSet, PoolSizes};
 
 use super::*;
@@ -186,13 +188,13 @@ impl Pooled {
         let state = self.has(Component::State) && leave && whole > right;
         let slot = if state { self.cache.reserve_state(id, whole) } else { None };
         let missing = tokens.len().div_ceil(PAGE) - tables.pages.len();
-        for page in self.cache.alloc_pages(missing).expect("room for the rest") {
+        for page in self.alloc(Component::Full, missing) {
             let end = tokens.len().min((tables.pages.len() + 1) * PAGE);
             self.write("kv", page, &tokens[..end]);
             tables.pages.push(page);
         }
         if self.has(Component::Window) {
-            for page in self.cache.alloc_windows(missing).expect("window pages for the rest") {
+            for page in self.alloc(Component::Window, missing) {
                 let end = tokens.len().min((tables.windows.len() + 1) * PAGE);
                 self.write("swa", page, &tokens[..end]);
                 tables.windows.push(page);
@@ -205,6 +207,23 @@ impl Pooled {
         self.cache.finish(id, tokens, tables);
         self.cache.check_integrity().unwrap();
         Ran { grant, settled }
+    }
+
+    /// Slots for what is computed; what is being offloaded leaves in time.
+    fn alloc(&mut self, component: Component, count: usize) -> Vec<u32> {
+        let limit = Instant::now() + LONG;
+        loop {
+            let slots = match component {
+                Component::Window => self.cache.alloc_windows(count),
+                _ => self.cache.alloc_pages(count),
+            };
+            if let Some(slots) = slots {
+                return slots;
+            }
+            assert!(Instant::now() < limit, "no {} slots for the rest", component.as_str());
+            let _ = self.woken.recv_deadline(Instant::now() + Duration::from_millis(5));
+            self.cache.tick();
+        }
     }
 
     fn run(&mut self, tokens: &[u32]) -> Ran {
