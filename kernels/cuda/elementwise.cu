@@ -43,6 +43,14 @@ KERNEL __launch_bounds__(256) gather_rows(const f32* x, const u32* indices, f32*
     }
 }
 
+KERNEL __launch_bounds__(256) scale(f32* x, f32 factor, u64 len) {
+    each(len, [=](u64 i) { x[i] *= factor; });
+}
+
+KERNEL __launch_bounds__(256) copy_columns(const f32* from, f32* to, u64 from_stride, u64 to_stride, u32 width, u32 rows) {
+    each(u64(rows) * width, [=](u64 i) { to[i / width * to_stride + i % width] = from[i / width * from_stride + i % width]; });
+}
+
 EXPORT(silu_mul)
 EXPORT(silu_mul_clamped)
 EXPORT(gpt_oss_mul)
@@ -50,3 +58,5 @@ EXPORT(sigmoid_mul)
 EXPORT(add)
 EXPORT(fill)
 EXPORT(gather_rows)
+EXPORT(scale)
+EXPORT(copy_columns)

@@ -115,14 +115,15 @@ __device__ __forceinline__ u32 sum_before(u32 x, u32* scratch, u32& all) {
     return sum - x;
 }
 
-// One block an expert: its pairs, in order, behind those of the experts before it.
-KERNEL __launch_bounds__(256) moe_sort(const u32* experts, u32 pairs, u32* offsets, u32* order) {
+// One block an expert: its pairs, in order, behind those of the experts before it. The experts are those from number `first` on; pairs of
+// others are left out.
+KERNEL __launch_bounds__(256) moe_sort(const u32* experts, u32 pairs, u32 first, u32* offsets, u32* order) {
     SHARED(u32, scratch, 8);
-    const u32 expert = blockIdx.x;
+    const u32 expert = first + blockIdx.x;
     u32 below = 0, at;
-    for (u32 i = threadIdx.x; i < pairs; i += 256) below += experts[i] < expert;
+    for (u32 i = threadIdx.x; i < pairs; i += 256) below += experts[i] >= first && experts[i] < expert;
     sum_before(below, scratch, at);
-    if (threadIdx.x == 0) offsets[expert] = at;
+    if (threadIdx.x == 0) offsets[blockIdx.x] = at;
     for (u32 base = 0; base < pairs; base += 256) {
         const u32 i = base + threadIdx.x;
         const bool own = i < pairs && experts[i] == expert;
@@ -131,11 +132,12 @@ KERNEL __launch_bounds__(256) moe_sort(const u32* experts, u32 pairs, u32* offse
         if (own) order[at + place] = i;
         at += here;
     }
-    if (threadIdx.x == 0 && expert == gridDim.x - 1) offsets[gridDim.x] = at;
+    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) offsets[gridDim.x] = at;
 }
 
-// A row's sum of what its experts give, in order of their numbers.
-KERNEL __launch_bounds__(256) moe_combine(const f32* outputs, const u32* experts, const f32* weights, f32* y, u32 k, u32 width) {
+// A row's sum of what its experts give, in order of their numbers, of those `count` from number `first` on.
+KERNEL __launch_bounds__(256) moe_combine(const f32* outputs, const u32* experts, const f32* weights, f32* y, u32 k, u32 width, u32 first,
+                                          u32 count) {
     SHARED(u32, places, 64);
     const u64 row = blockIdx.x;
     experts += row * k;
@@ -149,7 +151,10 @@ KERNEL __launch_bounds__(256) moe_combine(const f32* outputs, const u32* experts
     __syncthreads();
     for (u32 d = threadIdx.x; d < width; d += blockDim.x) {
         f32 sum = 0.0f;
-        for (u32 i = 0; i < k; i++) sum = fmaf(weights[row * k + places[i]], outputs[(row * k + places[i]) * width + d], sum);
+        for (u32 i = 0; i < k; i++) {
+            if (experts[places[i]] - first >= count) continue;
+            sum = fmaf(weights[row * k + places[i]], outputs[(row * k + places[i]) * width + d], sum);
+        }
         y[row * width + d] = sum;
     }
 }

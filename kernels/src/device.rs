@@ -8,50 +8,14 @@
 //! what was called before them. A shape error is reported by the call itself; a failure of the
 //! device itself may be reported by a later call.
 
-use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::error::KernelError;
 use crate::format::WeightFormat;
+use crate::handle::handle;
 use crate::kv::{KvPool, KvSpec};
+use crate::ops::{ElementOps, ExpertOps, RowOps, StateOps};
 use crate::rope::RopeSpec;
-
-type Handle = Box<dyn Any + Send + Sync>;
-
-macro_rules! handle {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $ty:ty),* $(,)? }) => {
-        $(#[$doc])*
-        pub struct $name { $($field: $ty,)* inner: Handle }
-
-        impl $name {
-            /// Wraps what a device keeps behind the handle. For implementers of [`Device`].
-            pub fn from_parts($($field: $ty,)* inner: Box<dyn Any + Send + Sync>) -> Self {
-                Self { $($field,)* inner }
-            }
-
-            $($(#[$field_doc])* pub fn $field(&self) -> $ty { self.$field })*
-
-            /// What a device of the right kind keeps behind the handle.
-            pub fn downcast_ref<T: 'static>(&self) -> Option<&T> {
-                self.inner.downcast_ref()
-            }
-
-            /// What a device of the right kind keeps behind the handle.
-            pub fn downcast_mut<T: 'static>(&mut self) -> Option<&mut T> {
-                self.inner.downcast_mut()
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($name))
-                    $(.field(stringify!($field), &self.$field))*
-                    .finish_non_exhaustive()
-            }
-        }
-    };
-}
 
 /// Rows and columns of a weight matrix: `rows` output features, `cols` input features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,6 +120,113 @@ impl WeightData<'_> {
         }
         Ok(row_bytes)
     }
+
+    /// Checks that the rows are `groups` matrices of one shape, in the file's order. For implementers of [`Device`].
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_groups(&self, groups: usize) -> Result<(), KernelError> {
+        if groups > 0 && self.shape.rows.is_multiple_of(groups) && self.row_order.is_none() {
+            return Ok(());
+        }
+        let reason =
+            format!("{} rows, in the order of the file, are expected to be {groups} matrices", self.shape.rows);
+        Err(KernelError::Weight { name: self.name.to_owned(), reason })
+    }
+}
+
+/// How weights of eight and four bits are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NarrowFormat {
+    /// e4m3, with a scale for each block of 128 rows and 128 columns.
+    Fp8,
+    /// e2m1, two values a byte, the low half first, with a power of two for each 32 values of a row.
+    Mxfp4,
+}
+
+/// Scales of weights of eight and four bits, block by block in order of rows.
+#[derive(Debug, Clone, Copy)]
+pub enum NarrowScales<'a> {
+    /// Any numbers.
+    Floats(&'a [f32]),
+    /// Powers of two as ue8m0.
+    Powers(&'a [u8]),
+}
+
+/// A weight matrix of eight or four bits as a checkpoint holds it.
+#[derive(Debug, Clone, Copy)]
+pub struct NarrowData<'a> {
+    /// The tensor's name, for errors.
+    pub name: &'a str,
+    /// Output features (rows) and input features (columns).
+    pub shape: MatrixShape,
+    /// How its values are kept.
+    pub format: NarrowFormat,
+    /// Row-major, rows without gaps.
+    pub bytes: &'a [u8],
+    /// Of each block.
+    pub scales: NarrowScales<'a>,
+}
+
+impl NarrowData<'_> {
+    /// Checks that shape, bytes and scales fit together. For implementers of [`Device`].
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check(&self) -> Result<(), KernelError> {
+        let MatrixShape { rows, cols } = self.shape;
+        let refuse = |reason: String| Err(KernelError::Weight { name: self.name.to_owned(), reason });
+        let (bytes, scales) = match self.format {
+            NarrowFormat::Fp8 => (rows.checked_mul(cols), rows.div_ceil(128).checked_mul(cols.div_ceil(128))),
+            NarrowFormat::Mxfp4 if cols.is_multiple_of(32) => (rows.checked_mul(cols / 2), rows.checked_mul(cols / 32)),
+            NarrowFormat::Mxfp4 => return refuse(format!("{cols} columns are no whole number of blocks of 32")),
+        };
+        let found = match self.scales {
+            NarrowScales::Floats(scales) => scales.len(),
+            NarrowScales::Powers(scales) => scales.len(),
+        };
+        if rows == 0 || cols == 0 || bytes != Some(self.bytes.len()) || scales != Some(found) {
+            let len = self.bytes.len();
+            return refuse(format!("{len} bytes and {found} scales are no {rows} x {cols} of {:?}", self.format));
+        }
+        if self.format == NarrowFormat::Mxfp4 && matches!(self.scales, NarrowScales::Floats(_)) {
+            return refuse("mxfp4 has powers of two as scales".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// What the choice of a token depends on beside its logits.
+#[derive(Debug, Clone, Copy)]
+pub struct SampleRow<'a> {
+    /// Divides logits; 0 takes the largest, of equal ones the lowest token.
+    pub temperature: f32,
+    /// Tokens that are kept at most; 0 for all.
+    pub top_k: u32,
+    /// Share of the probability that is kept; 1 for all.
+    pub top_p: f32,
+    /// Least probability of a kept token as a share of the likeliest one's; 0 for all.
+    pub min_p: f32,
+    /// In [0, 1): where the draw falls.
+    pub uniform: f64,
+    /// Frequency, presence and repetition penalty: the first times the count, and the second, are subtracted; what is above 0 is
+    /// then divided by the third, the rest multiplied with it.
+    pub penalties: [f32; 3],
+    /// Tokens that have penalties, each once, with their counts.
+    pub counts: &'a [(u32, u32)],
+    /// Added to logits of tokens, each token once; minus infinity masks.
+    pub biases: &'a [(u32, f32)],
+}
+
+/// What came of a row of logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sampled {
+    /// This token.
+    Token(u32),
+    /// A logit is no number.
+    NotANumber,
+    /// All logits are minus infinity.
+    NothingLeft,
 }
 
 fn check_permutation(order: &[u32], rows: usize) -> Result<(), String> {
@@ -217,7 +288,7 @@ pub struct AttentionSpec<'a> {
 ///
 /// `rows` is always the number of rows (tokens) to work on. Widths follow from the weights or
 /// are given. An input may be longer than needed. Nothing is written beyond the rows asked for.
-pub trait Device: Send + Sync {
+pub trait Device: ElementOps + ExpertOps + RowOps + StateOps + Send + Sync {
     /// What the device is, for people: `"cpu (avx512, 2 threads)"`.
     fn name(&self) -> &str;
 
@@ -238,14 +309,6 @@ pub trait Device: Send + Sync {
     /// Waits until everything that was called before is done.
     fn synchronize(&self) -> Result<(), KernelError>;
 
-    /// Calls `body(0)` to `body(tasks - 1)`, each once, in any order, on as many threads as the device has for work in
-    /// host memory; returns when all are done. Must not be called from a task, and tasks call no operation of the
-    /// device.
-    fn host_tasks(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
-        (0..tasks).for_each(body);
-        Ok(())
-    }
-
     /// A buffer of `len` f32, zeroed.
     fn alloc(&self, len: usize) -> Result<Buf, KernelError>;
 
@@ -265,6 +328,28 @@ pub trait Device: Send + Sync {
 
     /// Checks and packs a weight matrix. The device keeps no reference to `weight.bytes`.
     fn upload_weight(&self, weight: &WeightData<'_>) -> Result<Weight, KernelError>;
+
+    /// Takes a weight matrix of eight or four bits as it is, for [`Device::linear`] and experts; `None` where a device computes with wider
+    /// weights only, which the caller makes of it.
+    fn upload_narrow(&self, weight: &NarrowData<'_>) -> Result<Option<Weight>, KernelError> {
+        let _ = weight;
+        Ok(None)
+    }
+
+    /// Whether [`Device::sample`] chooses tokens; else the host does.
+    fn samples(&self) -> bool {
+        false
+    }
+
+    /// Chooses a token for each row of `logits` `[rows.len(), vocab]`, which are left changed. A row's order is: penalties,
+    /// biases, temperature, softmax, then `top_k`, `top_p` and `min_p` judged on one sorted distribution, then the draw.
+    ///
+    /// # Errors
+    /// A device that chooses no tokens, rows or tokens that are not there.
+    fn sample(&self, logits: &mut Buf, vocab: usize, rows: &[SampleRow<'_>]) -> Result<Vec<Sampled>, KernelError> {
+        let _ = (logits, vocab, rows);
+        Err(KernelError::Device { op: "sample", reason: "this device chooses no tokens".to_owned() })
+    }
 
     /// Makes the tables of a rotary embedding.
     fn upload_rope(&self, spec: &RopeSpec) -> Result<Rope, KernelError>;

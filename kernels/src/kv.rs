@@ -228,4 +228,72 @@ pub trait KvPool: Send + Sync {
         }
         Ok(())
     }
+
+    /// Pages that are best given to one call of [`KvPool::copy_pages_out`] or [`KvPool::copy_pages_in`].
+    fn pages_at_once(&self) -> usize {
+        2
+    }
+
+    /// Starts to copy all layers of pages to host memory, behind all operations of the device that were called before.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_pages_out`], until the transfer has been waited for or dropped; operations that are called
+    /// after [`Transfer::before_layer`] may write the device pages before.
+    unsafe fn begin_pages_out(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_pages_out(pages)? };
+        Ok(Box::new(Arrived))
+    }
+
+    /// Starts to copy all layers of pages from host memory, the first layer first.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::copy_pages_in`], until the transfer has been waited for or dropped; operations that are called
+    /// after [`Transfer::before_layer`] may read that layer of the device pages before.
+    unsafe fn begin_pages_in(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_pages_in(pages)? };
+        Ok(Box::new(Arrived))
+    }
+}
+
+/// Pages on their way between device and host. Dropping it waits for them.
+pub trait Transfer: Send + Sync {
+    /// Lets every operation of the device that is called later wait for the copy of `layer`; the caller does not wait.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn before_layer(&self, layer: usize) -> Result<(), KernelError>;
+
+    /// Whether all of them have been copied.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn is_done(&self) -> Result<bool, KernelError>;
+
+    /// Waits until all of them have been copied.
+    ///
+    /// # Errors
+    /// A failure of the device, also of a copy.
+    fn wait(&self) -> Result<(), KernelError>;
+}
+
+/// A transfer that was over when it began.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Arrived;
+
+impl Transfer for Arrived {
+    fn before_layer(&self, _: usize) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn is_done(&self) -> Result<bool, KernelError> {
+        Ok(true)
+    }
+
+    fn wait(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
 }

@@ -18,7 +18,9 @@ pub mod cpu;
 mod device;
 mod error;
 mod format;
+mod handle;
 mod kv;
+pub mod ops;
 mod packed_rows;
 mod pages;
 mod rope;
@@ -26,10 +28,13 @@ pub mod rowmath;
 
 pub use collective::{Collective, InProcess, RankGroup};
 pub use cpu::plan::{StepPlan, StepSpan};
-pub use device::{AttentionSpec, Buf, Device, MatrixShape, Plan, Projection, Rope, SeqSpan, Weight, WeightData};
+pub use device::{
+    AttentionSpec, Buf, Device, MatrixShape, NarrowData, NarrowFormat, NarrowScales, Plan, Projection, Rope, SampleRow,
+    Sampled, SeqSpan, Weight, WeightData,
+};
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};
-pub use kv::{HostPage, KvDtype, KvPool, KvSpec};
+pub use kv::{Arrived, HostPage, KvDtype, KvPool, KvSpec, Transfer};
 pub use packed_rows::{PACKED_GROUP, PACKED_SCALES, from_e4m3, pack_key, pack_row, to_e4m3, unpack_key, unpack_row};
-pub use pages::{LayerMut, LayerRef, PagePool, PageSpec, decode_row, encode_row};
+pub use pages::{LayerMut, LayerRef, PageMemory, PagePool, PageSpec, decode_row, encode_row};
 pub use rope::{Angles, RopeScaling, RopeSpec, RopeStyle, Rotation};

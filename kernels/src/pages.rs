@@ -1,10 +1,15 @@
 //! Pages of opaque bytes: pools whose rows are not plain heads of keys and values, such as compressed KV,
 //! index keys, latents, rings of state and recurrent state.
 
+use std::any::Any;
+
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::KernelError;
 use crate::kv::KvDtype;
+
+/// What memory is asked for.
+const POOL: &str = "a pool of pages";
 
 /// Geometry of a [`PagePool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,13 +22,49 @@ pub struct PageSpec {
     pub pages: usize,
 }
 
-/// `layers` buffers of `pages` pages each. Memory reads as zero and costs nothing until it is written.
+/// `layers` buffers of `pages` pages each, which read as zero until they are written: in host memory, or in that of a device.
 ///
-/// Every layer has a lock of its own: a layer is copied to and from elsewhere while another one is computed, and two
-/// threads never race for the same bytes, whatever pages they use.
+/// In host memory a pool costs nothing until it is written, and every layer has a lock of its own: a layer is copied to and from
+/// elsewhere while another one is computed, and two threads never race for the same bytes, whatever pages they use.
 pub struct PagePool {
     spec: PageSpec,
-    layers: Vec<RwLock<Vec<u8>>>,
+    memory: Memory,
+}
+
+enum Memory {
+    Host(Vec<RwLock<Vec<u8>>>),
+    Device(Box<dyn PageMemory>),
+}
+
+/// Memory of a device for a [`PagePool`]. Pages, layers and lengths have been checked when it is called; copies have been made
+/// when the call returns, behind all operations of the device that were called before.
+pub trait PageMemory: Any + Send + Sync {
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
+
+    /// Copies layers of a page into `out`, one layer's bytes after another's.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn copy_out(&self, page: u32, layers: std::ops::Range<usize>, out: &mut [u8]) -> Result<(), KernelError>;
+
+    /// Copies `from`, one layer's bytes after another's, into layers of a page.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn copy_in(&self, page: u32, layers: std::ops::Range<usize>, from: &[u8]) -> Result<(), KernelError>;
+
+    /// Copies all layers of page `from` to page `to`.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn copy_page(&self, from: u32, to: u32) -> Result<(), KernelError>;
+
+    /// Writes zeros into all layers of a page.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn clear_page(&self, page: u32) -> Result<(), KernelError>;
 }
 
 /// One layer of a pool, locked for reading.
@@ -44,25 +85,53 @@ impl PagePool {
     /// # Errors
     /// A size that is zero or does not fit in memory.
     pub fn new(spec: PageSpec) -> Result<Self, KernelError> {
+        let bytes = Self::layer_bytes(&spec)?;
+        let mut layers = Vec::with_capacity(spec.layers);
+        for _ in 0..spec.layers {
+            // Asked for first, so that too much is an error: a vector of zeros is taken from the system as such.
+            Vec::<u8>::new().try_reserve_exact(bytes).map_err(|e| KernelError::Memory {
+                what: POOL,
+                bytes,
+                reason: e.to_string(),
+            })?;
+            layers.push(RwLock::new(vec![0; bytes]));
+        }
+        Ok(Self { spec, memory: Memory::Host(layers) })
+    }
+
+    /// A pool in the memory of a device, which has `spec.layers` times [`PagePool::layer_bytes`] bytes of zeros. For implementers
+    /// of [`crate::Device`].
+    pub fn on_device(spec: PageSpec, memory: Box<dyn PageMemory>) -> Self {
+        Self { spec, memory: Memory::Device(memory) }
+    }
+
+    /// Checks a geometry; gives the bytes of a layer.
+    ///
+    /// # Errors
+    /// A size that is zero or can't be addressed.
+    pub fn layer_bytes(spec: &PageSpec) -> Result<usize, KernelError> {
         for (what, n) in [("layers", spec.layers), ("page_bytes", spec.page_bytes), ("pages", spec.pages)] {
             if n == 0 {
                 return Err(KernelError::Parameter { what, reason: "must be at least 1".into() });
             }
         }
-        let memory =
-            |bytes, reason: &str| KernelError::Memory { what: "a pool of pages", bytes, reason: reason.into() };
-        let bytes = spec
-            .pages
+        spec.pages
             .checked_mul(spec.page_bytes)
-            .filter(|bytes| isize::try_from(*bytes).is_ok() && u32::try_from(spec.pages).is_ok())
-            .ok_or_else(|| memory(usize::MAX, "the size overflows"))?;
-        let mut layers = Vec::with_capacity(spec.layers);
-        for _ in 0..spec.layers {
-            // Asked for first, so that too much is an error: a vector of zeros is taken from the system as such.
-            Vec::<u8>::new().try_reserve_exact(bytes).map_err(|e| memory(bytes, &e.to_string()))?;
-            layers.push(RwLock::new(vec![0; bytes]));
+            .filter(|bytes| bytes.checked_mul(spec.layers).is_some_and(|all| isize::try_from(all).is_ok()))
+            .filter(|_| u32::try_from(spec.pages).is_ok())
+            .ok_or_else(|| KernelError::Memory {
+                what: POOL,
+                bytes: usize::MAX,
+                reason: "the size overflows".to_owned(),
+            })
+    }
+
+    /// What a device keeps the pages in; `None` for host memory.
+    pub fn device_memory<T: 'static>(&self) -> Option<&T> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(memory) => memory.as_any().downcast_ref(),
         }
-        Ok(Self { spec, layers })
     }
 
     /// The pool's geometry.
@@ -70,21 +139,31 @@ impl PagePool {
         &self.spec
     }
 
-    /// Locks a layer for reading.
+    fn layer(&self, layer: usize) -> Result<&RwLock<Vec<u8>>, KernelError> {
+        match &self.memory {
+            Memory::Host(layers) => layers.get(layer).ok_or_else(|| self.no_layer(layer)),
+            Memory::Device(_) => {
+                let reason = "its bytes are in the memory of a device".to_owned();
+                Err(KernelError::Page { op: "page pool", reason })
+            }
+        }
+    }
+
+    /// Locks a layer in host memory for reading.
     ///
     /// # Errors
-    /// A layer that the pool does not have.
+    /// A layer that the pool does not have, a pool in the memory of a device.
     pub fn read(&self, layer: usize) -> Result<LayerRef<'_>, KernelError> {
-        let lock = self.layers.get(layer).ok_or_else(|| self.no_layer(layer))?;
+        let lock = self.layer(layer)?;
         Ok(LayerRef { bytes: lock.read(), page_bytes: self.spec.page_bytes })
     }
 
-    /// Locks a layer for writing.
+    /// Locks a layer in host memory for writing.
     ///
     /// # Errors
-    /// A layer that the pool does not have.
+    /// A layer that the pool does not have, a pool in the memory of a device.
     pub fn write(&self, layer: usize) -> Result<LayerMut<'_>, KernelError> {
-        let lock = self.layers.get(layer).ok_or_else(|| self.no_layer(layer))?;
+        let lock = self.layer(layer)?;
         Ok(LayerMut { bytes: lock.write(), page_bytes: self.spec.page_bytes })
     }
 
@@ -94,6 +173,10 @@ impl PagePool {
     /// A layer or page that the pool does not have, another length.
     pub fn copy_layer_out(&self, page: u32, layer: usize, out: &mut [u8]) -> Result<(), KernelError> {
         self.length("copy_layer_out", out.len())?;
+        if let Memory::Device(memory) = &self.memory {
+            self.check(page, layer)?;
+            return memory.copy_out(page, layer..layer + 1, out);
+        }
         out.copy_from_slice(self.read(layer)?.page(page)?);
         Ok(())
     }
@@ -104,6 +187,10 @@ impl PagePool {
     /// A layer or page that the pool does not have, another length.
     pub fn copy_layer_in(&self, page: u32, layer: usize, from: &[u8]) -> Result<(), KernelError> {
         self.length("copy_layer_in", from.len())?;
+        if let Memory::Device(memory) = &self.memory {
+            self.check(page, layer)?;
+            return memory.copy_in(page, layer..layer + 1, from);
+        }
         self.write(layer)?.page(page)?.copy_from_slice(from);
         Ok(())
     }
@@ -113,6 +200,11 @@ impl PagePool {
     /// # Errors
     /// A page that the pool does not have.
     pub fn copy_page(&self, from: u32, to: u32) -> Result<(), KernelError> {
+        if let Memory::Device(memory) = &self.memory {
+            self.check(from, 0)?;
+            self.check(to, 0)?;
+            return if from == to { Ok(()) } else { memory.copy_page(from, to) };
+        }
         for layer in 0..self.spec.layers {
             let mut layer = self.write(layer)?;
             let bytes = layer.page(from)?.to_vec();
@@ -137,10 +229,24 @@ impl PagePool {
     /// # Errors
     /// A page that the pool does not have.
     pub fn clear_page(&self, page: u32) -> Result<(), KernelError> {
+        if let Memory::Device(memory) = &self.memory {
+            self.check(page, 0)?;
+            return memory.clear_page(page);
+        }
         (0..self.spec.layers).try_for_each(|layer| {
             self.write(layer)?.page(page)?.fill(0);
             Ok(())
         })
+    }
+
+    fn check(&self, page: u32, layer: usize) -> Result<(), KernelError> {
+        if layer >= self.spec.layers {
+            return Err(self.no_layer(layer));
+        }
+        if page as usize >= self.spec.pages {
+            return Err(no_page(page, self.spec.pages));
+        }
+        Ok(())
     }
 
     fn no_layer(&self, layer: usize) -> KernelError {

@@ -2,6 +2,7 @@
 
 use kvdock_kernels::KvPool;
 
+use crate::logits::Logits;
 use crate::pools::{PoolMemory, PoolSet, StateSave};
 use crate::{ModelError, ModelSpec};
 
@@ -81,52 +82,6 @@ pub struct DraftPass<'a> {
     pub pools: &'a PoolSet,
     /// Takes the draft's rows: of the same rows that want logits, for the token after the next.
     pub logits: &'a mut Logits,
-}
-
-/// Rows of logits, in order of the chunks and of the positions inside them.
-///
-/// Keep one and hand it to every pass: its memory is used again.
-#[derive(Debug, Default, Clone)]
-pub struct Logits {
-    values: Vec<f32>,
-    vocab: usize,
-}
-
-impl Logits {
-    /// No rows yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.values.len().checked_div(self.vocab).unwrap_or(0)
-    }
-
-    /// Values of a row: the model's vocabulary size. 0 before the first pass.
-    pub fn vocab(&self) -> usize {
-        self.vocab
-    }
-
-    /// Row `index`, one f32 a token, or `None` past the last row.
-    pub fn row(&self, index: usize) -> Option<&[f32]> {
-        let begin = index.checked_mul(self.vocab)?;
-        self.values.get(begin..begin.checked_add(self.vocab)?)
-    }
-
-    /// As [`Logits::row`], to be changed in place by penalties and biases.
-    pub fn row_mut(&mut self, index: usize) -> Option<&mut [f32]> {
-        let begin = index.checked_mul(self.vocab)?;
-        self.values.get_mut(begin..begin.checked_add(self.vocab)?)
-    }
-
-    /// Makes room for `rows` rows of `vocab` values and hands out the memory. For models.
-    pub fn reset(&mut self, rows: usize, vocab: usize) -> &mut [f32] {
-        self.vocab = vocab;
-        self.values.clear();
-        self.values.resize(rows * vocab, 0.0);
-        &mut self.values
-    }
 }
 
 /// Called by a forward pass between layers, on the thread that runs it. With several ranks, each of them calls from a thread of its own.

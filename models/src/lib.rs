@@ -13,6 +13,7 @@ mod forward;
 pub mod gguf;
 pub mod hf;
 mod load;
+mod logits;
 mod pools;
 mod ranks;
 mod spec;
@@ -23,8 +24,9 @@ mod tokenizer;
 mod weights;
 
 pub use error::ModelError;
-pub use forward::{Batch, DraftPass, LayerHooks, Logits, Model, NoHooks, PooledBatch, PooledChunk, SeqChunk, Want};
+pub use forward::{Batch, DraftPass, LayerHooks, Model, NoHooks, PooledBatch, PooledChunk, SeqChunk, Want};
 pub use load::{LoadOptions, LoadedModel, load};
+pub use logits::Logits;
 pub use pools::{
     HitPolicy, NO_PAGE, PageSource, PoolDecl, PoolKind, PoolLayout, PoolMemory, PoolSet, PoolSizes, StateSave,
 };

@@ -291,7 +291,7 @@ impl PoolSet {
                         decl.name, sizes.page_tokens
                     )));
                 }
-                _ => PoolMemory::Pages(Arc::new(PagePool::new(PageSpec {
+                _ => PoolMemory::Pages(Arc::new(device.alloc_page_pool(PageSpec {
                     layers: decl.layers.len(),
                     page_bytes: decl.page_bytes(sizes.page_tokens, sizes.dtype),
                     pages,

@@ -36,7 +36,7 @@ impl RankedModel {
     /// When the threads can't be started.
     pub(crate) fn new(spec: ModelSpec, ranks: Vec<Arc<dyn Model>>, group: Arc<RankGroup>) -> std::io::Result<Self> {
         let workers = Workers::start(ranks.len())?;
-        let logits = vec![Default::default(); ranks.len()];
+        let logits = ranks.iter().map(|_| Default::default()).collect();
         // The one pool that a rank could do with is not the one of all.
         let spec = ModelSpec { kv: None, ranks: ranks.len(), ..spec };
         Ok(Self { spec, ranks, group, turn: Mutex::new(Turn { workers, logits }) })

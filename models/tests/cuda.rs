@@ -14,31 +14,38 @@ mod fake;
 #[allow(dead_code)]
 mod state;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use kvdock_cuda::driver::Driver;
 use kvdock_cuda::{Arithmetic, CudaDevice};
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{KvDtype, WeightFormat};
-use kvdock_models::testing::{Agreement, Course, TinyKind, TinyModel, agreement, token_ids};
+use kvdock_models::testing::{Agreement, Course, Fixture, TinyKind, TinyModel, agreement, token_ids};
+
+/// Compares what both devices compute of a checkpoint; gives also how often a recording was queued.
+fn run(path: &Path, course: &Course, arithmetic: Arithmetic) -> (Agreement, usize) {
+    let fake = Arc::new(fake::Fake::new());
+    let driver: Arc<dyn Driver> = fake.clone();
+    let device = CudaDevice::new(driver, Arc::new(emulated::Compiler), arithmetic).unwrap();
+    let found = agreement(path, course, Arc::new(CpuDevice::new(1).unwrap()), Arc::new(device)).unwrap();
+    assert_eq!(fake.violations(), Vec::<String>::new());
+    assert_eq!(fake.kept(), (0, 0), "memory of the device or pinned memory is left");
+    (found, fake.count("launch_graph"))
+}
 
 fn compare(model: &TinyModel, format: WeightFormat, course: &Course, arithmetic: Arithmetic) -> Agreement {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny.gguf");
     model.write_gguf(&path, format).unwrap();
-    let fake = Arc::new(fake::Fake::new());
-    let driver: Arc<dyn Driver> = fake.clone();
-    let device = CudaDevice::new(driver, Arc::new(emulated::Compiler), arithmetic).unwrap();
-    let found = agreement(&path, course, Arc::new(CpuDevice::new(1).unwrap()), Arc::new(device)).unwrap();
-    assert_eq!(fake.violations(), Vec::<String>::new());
-    assert_eq!(fake.kept(), (0, 0), "memory of the device or pinned memory is left");
-    assert_eq!(fake.count("launch_graph"), course.steps - 2, "decode steps are recorded and queued again");
+    let (found, recorded) = run(&path, course, arithmetic);
+    assert_eq!(recorded, course.steps - 2, "decode steps are recorded and queued again");
     found
 }
 
 fn course(dtype: KvDtype) -> Course {
     let prompts = [token_ids("one", 21, 256), token_ids("two", 9, 256)];
-    Course { prompts, chunk: 16, steps: 6, page_tokens: 8, dtype }
+    Course { prompts, chunk: 16, steps: 6, page_tokens: 8, dtype, all_pools: false, packed_rows: false }
 }
 
 #[test]
@@ -60,4 +67,61 @@ fn biases_and_half_precision_pages() {
     let model = TinyModel { layers: 1, ..TinyModel::new(TinyKind::Qwen2) };
     let found = compare(&model, WeightFormat::F16, &course(KvDtype::BF16), Arithmetic::Reproducible);
     assert!(found.largest < 3e-2 && found.wrong_choice == 0 && found.rows == 14, "{found:?}");
+}
+
+/// A family's tiny checkpoint on both devices, past its windows, over several pages, with more rows than its indexer picks.
+fn family(name: &str, dtype: KvDtype, all_pools: bool, packed_rows: bool, arithmetic: Arithmetic) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut fixture = Fixture::new(name).unwrap();
+    // Rotary tables of a million positions take long to make here.
+    fixture.config["max_position_embeddings"] = 2048.into();
+    fixture.write(folder.path()).unwrap();
+    // Rows of 128 tokens are only there after 128 tokens.
+    let (long, chunk) = if name.starts_with("dsv4") { (150, 70) } else { (37, 20) };
+    let prompts = [token_ids("one", long, 256), token_ids("two", 11, 256)];
+    let course = Course { prompts, chunk, steps: 3, page_tokens: 8, dtype, all_pools, packed_rows };
+    let (found, _) = run(folder.path(), &course, arithmetic);
+    let tolerance = if dtype == KvDtype::F32 { 2e-3 } else { 3e-2 };
+    assert!(found.largest < tolerance && found.wrong_choice == 0 && found.rows == 8, "{name}: {found:?}");
+}
+
+#[test]
+fn experts_compute_what_the_cpu_computes() {
+    family("qwen3_moe", KvDtype::F32, false, false, Arithmetic::Reproducible);
+    family("qwen3_moe", KvDtype::F16, true, false, Arithmetic::Fast);
+}
+
+#[test]
+fn windows_sinks_and_biased_experts() {
+    family("gpt_oss", KvDtype::F32, true, false, Arithmetic::Fast);
+    family("gpt_oss", KvDtype::F32, false, false, Arithmetic::Reproducible);
+}
+
+#[test]
+fn experts_of_four_bits() {
+    family("gpt_oss_mxfp4", KvDtype::F32, true, false, Arithmetic::Reproducible);
+    family("gpt_oss_mxfp4", KvDtype::F32, true, false, Arithmetic::Fast);
+}
+
+#[test]
+fn keys_wider_than_values_and_scaled_values() {
+    family("mimo", KvDtype::F32, true, false, Arithmetic::Fast);
+}
+
+#[test]
+fn gated_delta_nets() {
+    family("qwen3_5", KvDtype::F32, true, false, Arithmetic::Reproducible);
+    family("qwen3_next", KvDtype::F32, true, false, Arithmetic::Fast);
+}
+
+#[test]
+fn latent_attention_to_picked_tokens() {
+    family("glm_dsa", KvDtype::F32, true, false, Arithmetic::Reproducible);
+    family("deepseek_v32", KvDtype::F32, true, false, Arithmetic::Fast);
+}
+
+#[test]
+fn deepseek_v4_with_plain_and_packed_rows() {
+    family("dsv4", KvDtype::F32, true, false, Arithmetic::Fast);
+    family("dsv4q", KvDtype::F32, true, true, Arithmetic::Fast);
 }

@@ -18,8 +18,9 @@ use std::time::Instant;
 use clap::Parser;
 use kvdock_cuda::{Arithmetic, Cubins, Search, Unit};
 use kvdock_kernels::cpu::CpuDevice;
+use kvdock_kernels::ops::RowFormat;
 use kvdock_kernels::{Device, KvDtype, WeightFormat};
-use kvdock_models::testing::{Course, TinyKind, TinyModel, agreement, token_ids};
+use kvdock_models::testing::{Course, Fixture, TinyKind, TinyModel, agreement, token_ids};
 
 use table::Table;
 
@@ -72,18 +73,52 @@ fn units() -> Vec<Unit> {
         }
         units.extend(groups.iter().map(|group| Unit::Decode { dtype: *dtype, dim_k, dim_v, group: *group }));
     }
+    units.extend([
+        Unit::Moe,
+        Unit::Narrow,
+        Unit::Rows,
+        Unit::Index,
+        Unit::Compress,
+        Unit::Delta,
+        Unit::Hyper,
+        Unit::Sampling,
+    ]);
+    units.extend(FAMILY_ROWS.map(|(format, width, value)| Unit::Latent { format, width, value }));
     let mut seen = std::collections::HashSet::new();
     units.retain(|unit| seen.insert(*unit));
     units
 }
 
 /// Heads of the tiny models and of the small real one: element type, dimensions, groups.
-const MODEL_HEADS: [kernels::Heads; 5] = [
+const MODEL_HEADS: [kernels::Heads; 7] = [
     (KvDtype::F16, (16, 16), &[2]),
     (KvDtype::F16, (32, 32), &[2]),
     (KvDtype::F16, (64, 64), &[2, 3]),
     (KvDtype::F32, (16, 16), &[2]),
     (KvDtype::BF16, (32, 32), &[2]),
+    (KvDtype::F32, (32, 32), &[2]),
+    (KvDtype::F32, (24, 16), &[2, 4]),
+];
+
+/// Rows that are keys and values at once, in the tiny models of families: format, elements of key and of value.
+const FAMILY_ROWS: [(RowFormat, u32, u32); 3] = [
+    (RowFormat::Plain(KvDtype::F32), 40, 32),
+    (RowFormat::Plain(KvDtype::F32), 32, 32),
+    (RowFormat::Packed { rope: 64 }, 512, 512),
+];
+
+/// Tiny models of families beyond the dense one, and whether rows are packed.
+const FAMILIES: [(&str, bool); 10] = [
+    ("qwen3_moe", false),
+    ("gpt_oss", false),
+    ("gpt_oss_mxfp4", false),
+    ("mimo", false),
+    ("qwen3_5", false),
+    ("qwen3_next", false),
+    ("glm_dsa", false),
+    ("deepseek_v32", false),
+    ("dsv4", false),
+    ("dsv4q", true),
 ];
 
 fn make_code(folder: &std::path::Path) -> Result<(), String> {
@@ -131,6 +166,10 @@ fn check(arguments: &Arguments) -> Result<(), String> {
             let result = model(kind, format, dtype, tolerance, &cpu, &device);
             judge(format!("tiny {} in {}, {} pages", kind.name(), format.name(), dtype.name()), result);
         }
+        for (name, packed) in FAMILIES {
+            let with = if packed { ", packed rows" } else { "" };
+            judge(format!("tiny {name}{with}"), family(name, packed, &cpu, &device));
+        }
     }
     if !arguments.small {
         judge("storage round trip from device pages".to_owned(), served::round_trip(arguments.device));
@@ -166,8 +205,31 @@ fn model(
     let model = if kind == TinyKind::Llama { TinyModel::wide(kind) } else { TinyModel::new(kind) };
     model.write_gguf(&path, format).map_err(|error| format!("{}: {error}", path.display()))?;
     let prompts = [token_ids("one", 700, 256), token_ids("two", 333, 256)];
-    let course = Course { prompts, chunk: 256, steps: 48, page_tokens: 16, dtype };
-    let found = agreement(&path, &course, cpu.clone(), device.clone()).map_err(|error| error.to_string())?;
+    let course =
+        Course { prompts, chunk: 256, steps: 48, page_tokens: 16, dtype, all_pools: false, packed_rows: false };
+    compare(&path, &course, tolerance, cpu, device)
+}
+
+/// Greedy decoding of a tiny model of another family on both devices, over all of its pools.
+fn family(name: &str, packed_rows: bool, cpu: &Arc<dyn Device>, device: &Arc<dyn Device>) -> Result<String, String> {
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let fixture = Fixture::new(name).ok_or_else(|| format!("no tiny model is called {name}"))?;
+    fixture.write(folder.path()).map_err(|error| format!("{}: {error}", folder.path().display()))?;
+    let prompts = [token_ids("one", 300, 256), token_ids("two", 90, 256)];
+    let course =
+        Course { prompts, chunk: 128, steps: 8, page_tokens: 16, dtype: KvDtype::F32, all_pools: true, packed_rows };
+    compare(folder.path(), &course, 2e-2, cpu, device)
+}
+
+/// Follows `course` on both devices.
+fn compare(
+    path: &std::path::Path,
+    course: &Course,
+    tolerance: f32,
+    cpu: &Arc<dyn Device>,
+    device: &Arc<dyn Device>,
+) -> Result<String, String> {
+    let found = agreement(path, course, cpu.clone(), device.clone()).map_err(|error| error.to_string())?;
     let text = format!(
         "{} rows, {} choose the same token, logits differ by {:.1e} of the largest at most",
         found.rows, found.same_choice, found.largest

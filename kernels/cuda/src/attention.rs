@@ -17,7 +17,7 @@ use kvdock_kernels::{KvDtype, KvPool, KvSpec};
 /// Positions of a split. Part of the arithmetic: another number needs another numerics id.
 const SPLIT_TOKENS: usize = 256;
 /// Bytes that splits of one launch may leave for the merge; more rows take several launches.
-const PARTIAL_BYTES: usize = 64 << 20;
+pub(super) const PARTIAL_BYTES: usize = 64 << 20;
 /// The widest head that the kernels take.
 const MAX_DIM: usize = 256;
 

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use kvdock_kernels::{Buf, KernelError, KvPool, Plan, RopeStyle, Weight, WeightFormat};
+use kvdock_kernels::{Buf, KernelError, KvPool, NarrowFormat, Plan, RopeStyle, Weight};
 use parking_lot::Mutex;
 
 use super::code::CodeSource;
-use super::driver::{Arg, DevicePtr, Driver};
+use super::driver::{Access, Arg, DevicePtr, Driver, Touch};
 use super::graphs::Graphs;
 use super::memory::{Block, Blocks, DeviceMemory, PinnedMemory, Queue, Uploads};
 use super::module::{Extent, Kernels};
 use super::order::Order;
 use super::plan::CudaPlan;
 use super::pool::CudaKvPool;
-use super::units::{Unit, format_name};
+use super::units::Unit;
 
 /// What may be given up for speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -68,13 +68,58 @@ pub(super) fn next_id() -> u64 {
 /// What is behind a buffer.
 pub(super) struct CudaBuf {
     pub(super) device: u64,
-    pub(super) memory: DeviceMemory,
+    /// All uses of buffers are ordered by the device's queue, so their memory is used again while work on it is still queued.
+    pub(super) memory: Block,
 }
 
 /// What is behind a weight: the file's bytes, rows in the order asked for.
 pub(super) struct CudaWeight {
     pub(super) device: u64,
     pub(super) memory: DeviceMemory,
+    /// Of weights of eight and four bits.
+    pub(super) narrow: Option<Narrow>,
+}
+
+/// What weights of eight and four bits have beside their bytes.
+pub(super) struct Narrow {
+    pub(super) format: NarrowFormat,
+    pub(super) scales: DeviceMemory,
+    /// Scales are powers of two in a byte, not f32.
+    pub(super) powers: bool,
+}
+
+impl Narrow {
+    /// The format's name in names of kernels.
+    pub(super) fn name(&self) -> &'static str {
+        match self.format {
+            NarrowFormat::Fp8 => "fp8",
+            NarrowFormat::Mxfp4 => "mxfp4",
+        }
+    }
+
+    /// What scales are, as kernels take it.
+    pub(super) fn scale_kind(&self) -> u32 {
+        u32::from(self.powers)
+    }
+}
+
+impl CudaWeight {
+    /// Where its scales lie, if it has some.
+    pub(super) fn scales(&self) -> DevicePtr {
+        self.narrow.as_ref().map_or(0, |narrow| narrow.scales.at())
+    }
+
+    /// What its scales are, if it has some.
+    pub(super) fn narrow_kind(&self) -> Option<(NarrowFormat, bool)> {
+        self.narrow.as_ref().map(|narrow| (narrow.format, narrow.powers))
+    }
+
+    /// All memory that a product reads of it.
+    pub(super) fn touches(&self) -> Vec<Touch> {
+        let scales = self.narrow.as_ref().map(|narrow| &narrow.scales);
+        let touch = |memory: &DeviceMemory| Touch { at: memory.at(), len: memory.bytes(), access: Access::Read };
+        [Some(&self.memory), scales].into_iter().flatten().map(touch).collect()
+    }
 }
 
 /// What is behind a rotary embedding: cosines and sines, `[positions, dim / 2]`.
@@ -209,21 +254,10 @@ impl CudaDevice {
         unsafe { self.uploads.send(&bytes, block.at(), queue, op)? };
         Ok(block)
     }
-
-    /// The unit and the kernel of a product, with its extent.
-    pub(super) fn product_kernel(&self, format: WeightFormat, out_rows: usize, rows: usize) -> (Unit, String, Extent) {
-        if self.arithmetic == Arithmetic::Fast && rows <= FEW_ROWS {
-            let extent = Extent::plane(out_rows.div_ceil(8), rows.div_ceil(4), 256);
-            return (Unit::Gguf, format!("matvec_{}", format_name(format)), extent);
-        }
-        let exact = self.arithmetic == Arithmetic::Reproducible || format == WeightFormat::F32;
-        let unit = Unit::Matmul { format, parts: if exact { 2 } else { 1 } };
-        (unit, "matmul".to_owned(), Extent::plane(out_rows.div_ceil(128), rows.div_ceil(128), 256))
-    }
 }
 
 /// Rows up to which a product is bound by the weights alone.
-const FEW_ROWS: usize = 8;
+pub(super) const FEW_ROWS: usize = 8;
 
 pub(super) fn shape(op: &'static str, what: &'static str, expected: String, found: String) -> KernelError {
     KernelError::Shape { op, what, expected, found }

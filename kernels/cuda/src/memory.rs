@@ -306,7 +306,7 @@ pub(super) struct Blocks {
 }
 
 /// Free blocks that are kept.
-const KEPT_BLOCKS: usize = 64;
+const KEPT_BLOCKS: usize = 256;
 
 impl Blocks {
     pub(super) fn new(driver: &Arc<dyn Driver>) -> Arc<Self> {
@@ -315,7 +315,16 @@ impl Blocks {
 
     /// A block of at least `bytes` bytes.
     pub(super) fn take(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
-        let bytes = bytes.next_power_of_two().max(1024);
+        self.exactly(bytes.next_power_of_two().max(1024), what)
+    }
+
+    /// A block of at least `bytes` bytes, and not many more: for buffers, which may be large.
+    pub(super) fn near(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
+        let step = bytes.checked_next_power_of_two().map_or(1024, |power| (power / 8).max(1024));
+        self.exactly(bytes.max(1).next_multiple_of(step), what)
+    }
+
+    fn exactly(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
         let kept = {
             let mut free = self.free.lock();
             let index = free.iter().position(|memory| memory.bytes() == bytes);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvdock_kernels::{
-    AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, Plan, Projection, Rope, RopeSpec, RopeStyle, SeqSpan,
-    Weight, WeightData,
+    AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, NarrowData, Plan, Projection, Rope, RopeSpec, RopeStyle,
+    SampleRow, Sampled, SeqSpan, Weight, WeightData,
 };
 
 use super::device::{CudaBuf, CudaDevice, CudaRope, CudaWeight, next_id, product, shape, size};
@@ -22,6 +22,35 @@ fn read(at: DevicePtr, floats: usize) -> Arg {
 
 fn write(at: DevicePtr, floats: usize) -> Arg {
     Arg::write(at, 4 * floats)
+}
+
+impl CudaDevice {
+    /// Calls `then` with `bytes` bytes of device memory, when all that was queued has run.
+    pub(super) fn download(
+        &self,
+        op: &'static str,
+        at: DevicePtr,
+        bytes: usize,
+        then: impl FnOnce(&[u8]),
+    ) -> Result<(), KernelError> {
+        let mut download = self.download.lock();
+        if download.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+            *download = Some(PinnedMemory::new(&self.driver, bytes.next_power_of_two().max(4096), "results")?);
+        }
+        let Some(memory) = download.as_ref() else { return Ok(()) };
+        // SAFETY: both ranges are valid, and the pinned one is used by nothing else while the lock is held, which is until the copy has
+        // run.
+        let queued = unsafe { self.driver.to_host(memory.at(), at, bytes, self.order.enter().id()) };
+        let ended = queued.map_err(failed(op)).and(self.order.synchronize(op));
+        if let Err(error) = ended {
+            // The copy may still run: the memory is kept for ever rather than given back under it.
+            std::mem::forget(download.take());
+            return Err(error);
+        }
+        // SAFETY: the copy has run.
+        then(unsafe { memory.read(bytes) });
+        Ok(())
+    }
 }
 
 impl Device for CudaDevice {
@@ -48,10 +77,10 @@ impl Device for CudaDevice {
     fn alloc(&self, len: usize) -> Result<Buf, KernelError> {
         let op = "alloc";
         let bytes = product(op, &[len, 4])?;
-        let memory = DeviceMemory::new(&self.driver, bytes, "a buffer")?;
+        let memory = self.blocks.near(bytes, "a buffer")?;
         if bytes > 0 {
             let queue = self.order.enter();
-            // SAFETY: the memory is new, and whatever uses it is queued behind this.
+            // SAFETY: the memory is the buffer's own, and all of its uses are ordered by the queue.
             unsafe { self.driver.fill(memory.at(), 0, bytes, queue.id()) }.map_err(failed(op))?;
         }
         Ok(Buf::from_parts(len, Box::new(CudaBuf { device: self.id, memory })))
@@ -71,28 +100,11 @@ impl Device for CudaDevice {
         if dst.is_empty() {
             return Ok(());
         }
-        let bytes = 4 * dst.len();
-        let mut download = self.download.lock();
-        if download.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
-            *download = Some(PinnedMemory::new(&self.driver, bytes.next_power_of_two().max(4096), "results")?);
-        }
-        let Some(memory) = download.as_ref() else { return Ok(()) };
-        // SAFETY: both ranges are valid, and the pinned one is used by nothing else while the lock is held, which is until the copy has
-        // run.
-        let queued =
-            unsafe { self.driver.to_host(memory.at(), at + 4 * offset as u64, bytes, self.order.enter().id()) };
-        let ended = queued.map_err(failed(op)).and(self.order.synchronize(op));
-        if let Err(error) = ended {
-            // The copy may still run: the memory is kept for ever rather than given back under it.
-            std::mem::forget(download.take());
-            return Err(error);
-        }
-        // SAFETY: the copy has run.
-        let read = unsafe { memory.read(bytes) };
-        for (to, from) in dst.iter_mut().zip(read.as_chunks::<4>().0) {
-            *to = f32::from_le_bytes(*from);
-        }
-        Ok(())
+        self.download(op, at + 4 * offset as u64, 4 * dst.len(), |bytes| {
+            for (to, from) in dst.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        })
     }
 
     fn upload_weight(&self, weight: &WeightData<'_>) -> Result<Weight, KernelError> {
@@ -116,7 +128,23 @@ impl Device for CudaDevice {
                 }
             }
         }
-        Ok(Weight::from_parts(weight.shape, weight.format, Box::new(CudaWeight { device: self.id, memory })))
+        Ok(Weight::from_parts(
+            weight.shape,
+            weight.format,
+            Box::new(CudaWeight { device: self.id, memory, narrow: None }),
+        ))
+    }
+
+    fn upload_narrow(&self, weight: &NarrowData<'_>) -> Result<Option<Weight>, KernelError> {
+        self.take_narrow(weight).map(Some)
+    }
+
+    fn samples(&self) -> bool {
+        true
+    }
+
+    fn sample(&self, logits: &mut Buf, vocab: usize, rows: &[SampleRow<'_>]) -> Result<Vec<Sampled>, KernelError> {
+        self.choose_tokens(logits, vocab, rows)
     }
 
     fn upload_rope(&self, spec: &RopeSpec) -> Result<Rope, KernelError> {
@@ -174,6 +202,9 @@ impl Device for CudaDevice {
     fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError> {
         let op = "embed";
         let weight = self.weight(op, table)?;
+        if weight.narrow.is_some() {
+            return Err(shape(op, "table", "a table of 16 bits or of GGUF".into(), "one of eight or four bits".into()));
+        }
         let (rows, cols) = (table.shape().rows, table.shape().cols);
         if let Some((row, index)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= rows) {
             return Err(KernelError::Index { op, row, index: *index, rows });
@@ -281,7 +312,7 @@ impl Device for CudaDevice {
         let cols = first.weight.shape().cols;
         let x_len = product(op, &[rows, cols])?;
         let x = self.floats(op, "x", x, x_len)?;
-        let mut launches = Vec::with_capacity(projections.len());
+        let mut products = Vec::with_capacity(projections.len());
         for p in projections.iter() {
             let weight = self.weight(op, p.weight)?;
             let width = p.weight.shape().rows;
@@ -294,21 +325,12 @@ impl Device for CudaDevice {
                 None => Arg::Address(0),
             };
             let need = product(op, &[rows, width])?;
-            let args = [
-                weight.memory.read(),
-                read(x, x_len),
-                bias,
-                write(self.floats(op, "out", p.out, need)?, need),
-                size(op, "weight rows", width)?,
-                size(op, "weight columns", cols)?,
-                size(op, "rows", rows)?,
-            ];
-            launches.push((self.product_kernel(p.weight.format(), width, rows), args));
+            let out = write(self.floats(op, "out", p.out, need)?, need);
+            products.push((p.weight, weight, bias, out));
         }
-        let queue = self.order.enter();
-        for ((unit, name, extent), args) in &launches {
-            // SAFETY: all sizes have been checked above, for all products before the first is queued.
-            unsafe { self.kernels.launch(*unit, name, *extent, args, &queue)? };
+        let _turn = self.order.enter();
+        for (weight, inner, bias, out) in products {
+            self.queue_product(op, (weight, inner), read(x, x_len), rows, bias, out)?;
         }
         Ok(())
     }

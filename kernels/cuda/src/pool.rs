@@ -19,7 +19,7 @@ use super::order::Order;
 use super::staging;
 use super::units::Unit;
 use kvdock_kernels::KernelError;
-use kvdock_kernels::{HostPage, KvPool, KvSpec};
+use kvdock_kernels::{Arrived, HostPage, KvPool, KvSpec, Transfer};
 
 /// Copies in each direction that run at a time.
 const LANES: usize = 2;
@@ -80,7 +80,7 @@ impl Lanes {
             Ok::<_, KernelError>(Mutex::new(Lane {
                 queue: Queue::new(driver, urgent)?,
                 ready: Mark::new(driver)?,
-                jobs: DeviceMemory::new(driver, BATCH * 24, "the jobs of page copies")?,
+                jobs: DeviceMemory::new(driver, BATCH * JOB_BYTES, "the jobs of page copies")?,
                 page: None,
             }))
         };
@@ -102,6 +102,14 @@ struct Job {
     page: u32,
     k: DevicePtr,
     v: DevicePtr,
+}
+
+/// Bytes of a job.
+const JOB_BYTES: usize = 24;
+
+/// Jobs as the kernels read them.
+fn words(jobs: &[Job]) -> Vec<u8> {
+    jobs.iter().flat_map(|job| [u64::from(job.page), job.k, job.v]).flat_map(u64::to_le_bytes).collect()
 }
 
 impl CudaKvPool {
@@ -234,30 +242,45 @@ impl CudaKvPool {
                 rest = &rest[1..];
             } else {
                 // SAFETY: the caller's promise, for these pages. The next launch's jobs take the place of these in the queue's order.
-                unsafe { self.launch(op, way, lane, &jobs, first, layers.clone())? };
+                unsafe { self.launch(op, way, (&lane.queue, lane.jobs.at()), &jobs, first, layers.clone())? };
                 rest = &rest[jobs.len()..];
             }
         }
         Ok(())
     }
 
-    /// Queues a copy of pages that the GPU reaches, whose strides are those of `host`.
+    /// Queues a copy of pages that the GPU reaches, whose strides are those of `host`. The jobs go to `jobs_at`.
     ///
     /// # Safety
-    /// As [`CudaKvPool::copy`], until the queue has run.
+    /// As [`CudaKvPool::copy`], until the queue has run; `jobs_at` has room for the jobs, and all of its uses are ordered by the queue.
     unsafe fn launch(
         &self,
         op: &'static str,
         way: Way,
-        lane: &Lane,
+        (queue, jobs_at): (&Queue, DevicePtr),
         jobs: &[Job],
         host: &HostPage,
         layers: Range<usize>,
     ) -> Result<(), KernelError> {
-        let words: Vec<u8> =
-            jobs.iter().flat_map(|job| [u64::from(job.page), job.k, job.v]).flat_map(u64::to_le_bytes).collect();
-        // SAFETY: there is room for a batch of jobs, which only this lane's queue uses.
-        unsafe { self.uploads.send(&words, lane.jobs.at(), &lane.queue, op)? };
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.uploads.send(&words(jobs), jobs_at, queue, op)?;
+            self.launch_sent(way, (queue, jobs_at), jobs, host, layers)
+        }
+    }
+
+    /// As [`CudaKvPool::launch`], of jobs that have been sent to `jobs_at`.
+    ///
+    /// # Safety
+    /// As [`CudaKvPool::launch`].
+    unsafe fn launch_sent(
+        &self,
+        way: Way,
+        (queue, jobs_at): (&Queue, DevicePtr),
+        jobs: &[Job],
+        host: &HostPage,
+        layers: Range<usize>,
+    ) -> Result<(), KernelError> {
         let spec = &self.spec;
         let (k_layer, v_layer) = self.layer_bytes();
         let size = |bytes: usize| Arg::U32(bytes as u32);
@@ -265,7 +288,7 @@ impl CudaKvPool {
         let args = [
             Arg::Address(self.keys.at()),
             Arg::Address(self.values.at()),
-            Arg::read(lane.jobs.at(), words.len()),
+            Arg::read(jobs_at, jobs.len() * JOB_BYTES),
             size(layers.start),
             size(spec.kv_heads),
             size(spec.page_tokens),
@@ -299,7 +322,7 @@ impl CudaKvPool {
         let extent = Extent { grid: [jobs.len(), layers.len(), 2], threads: 256, shared: 0 };
         // SAFETY: pages and layers have been checked, the host's bytes are the caller's promise, and the copy is ordered behind what
         // was computed.
-        unsafe { self.kernels.launch_touching(Unit::PageCopy, name, extent, &args, &touches, &lane.queue) }
+        unsafe { self.kernels.launch_touching(Unit::PageCopy, name, extent, &args, &touches, queue) }
     }
 
     /// Copies one page by way of a pinned one.
@@ -325,7 +348,8 @@ impl CudaKvPool {
         let result = match way {
             Way::Out => {
                 // SAFETY: the pinned page has every byte that its strides reach, and is used by this lane alone.
-                let copied = unsafe { self.launch(op, way, lane, &[job], &dense, layers.clone()) };
+                let copied =
+                    unsafe { self.launch(op, way, (&lane.queue, lane.jobs.at()), &[job], &dense, layers.clone()) };
                 copied.and_then(|()| lane.queue.synchronize(op)).map(|()| {
                     // SAFETY: the copy has run; the host page is the caller's promise.
                     unsafe { staging::scatter(&self.spec, pinned.read(bytes), host, layers) };
@@ -335,7 +359,7 @@ impl CudaKvPool {
                 // SAFETY: whatever was done with the pinned page has run; the host page is the caller's promise.
                 unsafe { staging::gather(&self.spec, host, pinned.write(bytes), layers.clone()) };
                 // SAFETY: as above; the pinned page is not touched before the queue has run.
-                let copied = unsafe { self.launch(op, way, lane, &[job], &dense, layers) };
+                let copied = unsafe { self.launch(op, way, (&lane.queue, lane.jobs.at()), &[job], &dense, layers) };
                 copied.and_then(|()| lane.queue.synchronize(op))
             }
         };
@@ -350,6 +374,88 @@ impl CudaKvPool {
                 Err(error)
             }
         }
+    }
+}
+
+/// Pages on their way, on a lane's queue.
+struct CudaTransfer {
+    compute: Arc<Order>,
+    /// What has been copied: layer by layer, or all at once.
+    marks: Vec<Mark>,
+    /// What the copies read.
+    _jobs: DeviceMemory,
+}
+
+impl Transfer for CudaTransfer {
+    fn before_layer(&self, layer: usize) -> Result<(), KernelError> {
+        match self.marks.get(layer).or(self.marks.last()) {
+            Some(mark) => self.compute.enter().wait(mark, "before_layer"),
+            None => Ok(()),
+        }
+    }
+
+    fn is_done(&self) -> Result<bool, KernelError> {
+        self.marks.last().map_or(Ok(true), |mark| mark.is_done("a transfer of pages"))
+    }
+
+    fn wait(&self) -> Result<(), KernelError> {
+        self.marks.last().map_or(Ok(()), |mark| mark.wait_here("a transfer of pages"))
+    }
+}
+
+impl Drop for CudaTransfer {
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            tracing::warn!(%error, "pages on their way could not be waited for");
+        }
+    }
+}
+
+impl CudaKvPool {
+    /// Queues copies of pages that the GPU reaches, with an event behind each of `steps`; `None` where it does not reach them all, or their
+    /// strides differ.
+    ///
+    /// # Safety
+    /// As [`CudaKvPool::copy`], until the transfer has been waited for.
+    unsafe fn begin(
+        &self,
+        op: &'static str,
+        way: Way,
+        pages: &[(u32, HostPage)],
+        steps: &[Range<usize>],
+    ) -> Result<Option<CudaTransfer>, KernelError> {
+        let all = 0..self.spec.layers;
+        for (page, _) in pages {
+            self.check(op, *page, &all)?;
+        }
+        let Some((_, first)) = pages.first() else { return Ok(None) };
+        let alike = |host: &HostPage| staging::strides(host) == staging::strides(first);
+        let job = |(page, host): &(u32, HostPage)| {
+            let (k, v) = self.seen(host).filter(|_| alike(host))?;
+            Some(Job { page: *page, k, v })
+        };
+        let Some(jobs) = pages.iter().map(job).collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let memory = DeviceMemory::new(&self.driver, jobs.len() * JOB_BYTES, "the jobs of page copies")?;
+        let lanes = if way == Way::Out { &self.out } else { &self.into };
+        let lane = lanes.take();
+        lane.ready.record(&self.compute.enter(), op)?;
+        lane.queue.wait(&lane.ready, op)?;
+        // Whatever comes of it, what has been queued is waited for when this is dropped, before the jobs are.
+        let mut transfer = CudaTransfer { compute: Arc::clone(&self.compute), marks: Vec::new(), _jobs: memory };
+        let at = (&lane.queue, transfer._jobs.at());
+        // SAFETY: the memory has room for the jobs, which only this queue uses.
+        unsafe { self.uploads.send(&words(&jobs), at.1, at.0, op)? };
+        for layers in steps {
+            let mark = Mark::new(&self.driver)?;
+            // SAFETY: the caller's promise.
+            let queued = unsafe { self.launch_sent(way, at, &jobs, first, layers.clone()) };
+            let marked = mark.record(at.0, op);
+            if marked.is_ok() {
+                transfer.marks.push(mark);
+            }
+            queued.and(marked)?;
+        }
+        Ok(Some(transfer))
     }
 }
 
@@ -401,6 +507,30 @@ impl KvPool for CudaKvPool {
     unsafe fn copy_pages_in(&self, pages: &[(u32, HostPage)]) -> Result<(), KernelError> {
         // SAFETY: the caller's promise.
         unsafe { self.copy("copy_pages_in", Way::Into, pages, 0..self.spec.layers) }
+    }
+
+    fn pages_at_once(&self) -> usize {
+        BATCH
+    }
+
+    unsafe fn begin_pages_out(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
+        let whole = 0..self.spec.layers;
+        // SAFETY: the caller's promise.
+        match unsafe { self.begin("begin_pages_out", Way::Out, pages, std::slice::from_ref(&whole))? } {
+            Some(transfer) => Ok(Box::new(transfer)),
+            // SAFETY: the caller's promise.
+            None => unsafe { self.copy_pages_out(pages) }.map(|()| Box::new(Arrived) as Box<dyn Transfer>),
+        }
+    }
+
+    unsafe fn begin_pages_in(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
+        let steps: Vec<Range<usize>> = (0..self.spec.layers).map(|layer| layer..layer + 1).collect();
+        // SAFETY: the caller's promise.
+        match unsafe { self.begin("begin_pages_in", Way::Into, pages, &steps)? } {
+            Some(transfer) => Ok(Box::new(transfer)),
+            // SAFETY: the caller's promise.
+            None => unsafe { self.copy_pages_in(pages) }.map(|()| Box::new(Arrived) as Box<dyn Transfer>),
+        }
     }
 }
 

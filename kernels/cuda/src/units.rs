@@ -4,6 +4,7 @@ use sha2::{Digest, Sha256};
 
 use kvdock_kernels::KvDtype;
 use kvdock_kernels::WeightFormat;
+use kvdock_kernels::ops::RowFormat;
 
 mod files {
     include!(concat!(env!("OUT_DIR"), "/cuda_sources.rs"));
@@ -51,6 +52,31 @@ pub enum Unit {
     },
     /// Pages between device and host.
     PageCopy,
+    /// Routers, and what goes with experts.
+    Moe,
+    /// Weights of eight and four bits.
+    Narrow,
+    /// New rows in pools of pages.
+    Rows,
+    /// Attention over rows that are keys and values at once.
+    Latent {
+        /// How rows lie in their pages.
+        format: RowFormat,
+        /// Elements of a row.
+        width: u32,
+        /// How many of them are value.
+        value: u32,
+    },
+    /// Scores of an indexer, and the highest of them.
+    Index,
+    /// Compressors.
+    Compress,
+    /// Gated delta nets.
+    Delta,
+    /// Hyper-connections.
+    Hyper,
+    /// From logits to tokens.
+    Sampling,
 }
 
 /// Options of every compilation.
@@ -69,6 +95,15 @@ impl Unit {
             Self::Gguf => "gguf.cu",
             Self::Matmul { .. } => "matmul.cu",
             Self::PageCopy => "page_copy.cu",
+            Self::Moe => "moe.cu",
+            Self::Narrow => "narrow.cu",
+            Self::Rows => "rows.cu",
+            Self::Latent { .. } => "latent.cu",
+            Self::Index => "index.cu",
+            Self::Compress => "compress.cu",
+            Self::Delta => "delta.cu",
+            Self::Hyper => "hyper.cu",
+            Self::Sampling => "sampling.cu",
         }
     }
 
@@ -91,6 +126,20 @@ impl Unit {
             }
             Self::Matmul { format, parts } => {
                 vec![format!("-DFORMAT={}", format_number(format)), format!("-DPARTS={parts}")]
+            }
+            Self::Latent { format, width, value } => {
+                let (kind, rope) = match format {
+                    RowFormat::Plain(dtype) => (kv(dtype), 0),
+                    RowFormat::Packed { rope } => (3, rope),
+                    // No attention is over packed keys: their rows are not values.
+                    RowFormat::Key => (4, 0),
+                };
+                vec![
+                    format!("-DROW_TYPE={kind}"),
+                    format!("-DWIDTH={width}"),
+                    format!("-DVALUE={value}"),
+                    format!("-DROPE={rope}"),
+                ]
             }
             _ => Vec::new(),
         }
@@ -132,6 +181,14 @@ impl Unit {
             Self::Decode { dtype, dim_k, dim_v, group } => format!("{stem}-{}-{dim_k}-{dim_v}-{group}", dtype.name()),
             Self::Prefill { dtype, dim_k, dim_v } => format!("{stem}-{}-{dim_k}-{dim_v}", dtype.name()),
             Self::Matmul { format, parts } => format!("{stem}-{}-{parts}", format_name(format)),
+            Self::Latent { format, width, value } => {
+                let row = match format {
+                    RowFormat::Plain(dtype) => dtype.name().to_owned(),
+                    RowFormat::Packed { rope } => format!("packed{rope}"),
+                    RowFormat::Key => "key".to_owned(),
+                };
+                format!("{stem}-{row}-{width}-{value}")
+            }
             _ => stem.to_owned(),
         }
     }
@@ -177,6 +234,16 @@ mod tests {
             matmul(WeightFormat::Q4_1, 1),
             matmul(WeightFormat::Q6_K, 1),
             Unit::PageCopy,
+            Unit::Moe,
+            Unit::Narrow,
+            Unit::Rows,
+            Unit::Latent { format: RowFormat::Plain(KvDtype::BF16), width: 576, value: 512 },
+            Unit::Latent { format: RowFormat::Packed { rope: 64 }, width: 512, value: 512 },
+            Unit::Index,
+            Unit::Compress,
+            Unit::Delta,
+            Unit::Hyper,
+            Unit::Sampling,
         ];
         let digests: std::collections::HashSet<_> = units.iter().map(|unit| unit.digest()).collect();
         let names: std::collections::HashSet<_> = units.iter().map(|unit| unit.name()).collect();

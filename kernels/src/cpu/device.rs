@@ -28,10 +28,10 @@ const WORTH_A_TASK: usize = 16 * 1024;
 /// own; calls from several threads take turns where they must.
 pub struct CpuDevice {
     name: String,
-    machine: Machine,
-    threads: ThreadPool,
+    pub(super) machine: Machine,
+    pub(super) threads: ThreadPool,
     /// Work space of matrix products and of attention.
-    rows: Mutex<FloatArray>,
+    pub(super) rows: Mutex<FloatArray>,
     partial: Mutex<FloatArray>,
 }
 
@@ -65,12 +65,12 @@ impl CpuDevice {
         })
     }
 
-    fn foreign(&self, op: &'static str, what: &'static str) -> KernelError {
+    pub(super) fn foreign(&self, op: &'static str, what: &'static str) -> KernelError {
         KernelError::ForeignHandle { op, what, device: self.name.clone() }
     }
 
     /// The first `need` elements of a buffer.
-    fn floats<'a>(
+    pub(super) fn floats<'a>(
         &self,
         op: &'static str,
         what: &'static str,
@@ -82,7 +82,7 @@ impl CpuDevice {
     }
 
     /// The first `need` elements of a buffer, to write.
-    fn floats_mut<'a>(
+    pub(super) fn floats_mut<'a>(
         &self,
         op: &'static str,
         what: &'static str,
@@ -127,7 +127,7 @@ impl CpuDevice {
     }
 
     /// Splits `count` items of `size` elements into tasks and calls `body` with ranges of items.
-    fn each(
+    pub(super) fn each(
         &self,
         op: &'static str,
         count: usize,
@@ -162,7 +162,7 @@ impl CpuDevice {
 
 /// A pointer that tasks may share, each using elements of its own.
 #[derive(Clone, Copy)]
-struct Shared(*mut f32);
+pub(super) struct Shared(pub(super) *mut f32);
 // SAFETY: tasks use disjoint elements of a buffer that outlives them.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
@@ -175,23 +175,23 @@ impl Shared {
 
     /// # Safety
     /// The part lies within the buffer, and no other task uses it.
-    unsafe fn part<'a>(self, at: usize, len: usize) -> &'a mut [f32] {
+    pub(super) unsafe fn part<'a>(self, at: usize, len: usize) -> &'a mut [f32] {
         // SAFETY: as promised by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.0.add(at), len) }
     }
 }
 
-fn shape(op: &'static str, what: &'static str, expected: String, found: String) -> KernelError {
+pub(super) fn shape(op: &'static str, what: &'static str, expected: String, found: String) -> KernelError {
     KernelError::Shape { op, what, expected, found }
 }
 
-fn too_short(op: &'static str, what: &'static str, need: usize, len: usize) -> KernelError {
+pub(super) fn too_short(op: &'static str, what: &'static str, need: usize, len: usize) -> KernelError {
     let expected = format!("at least {need} elements");
     shape(op, what, expected, format!("{len} elements long"))
 }
 
 /// The product of sizes, or an error if it overflows.
-fn product(op: &'static str, sizes: &[usize]) -> Result<usize, KernelError> {
+pub(super) fn product(op: &'static str, sizes: &[usize]) -> Result<usize, KernelError> {
     sizes.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).ok_or_else(|| {
         let expected = "a product that fits the address space".into();
         shape(op, "the size", expected, format!("{sizes:?}"))
@@ -209,10 +209,6 @@ impl Device for CpuDevice {
 
     fn synchronize(&self) -> Result<(), KernelError> {
         Ok(())
-    }
-
-    fn host_tasks(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
-        self.threads.run("host_tasks", tasks, body)
     }
 
     fn alloc(&self, len: usize) -> Result<Buf, KernelError> {
@@ -353,16 +349,7 @@ impl Device for CpuDevice {
         let op = "rope";
         let table: &RopeTable = rope.downcast_ref().ok_or_else(|| self.foreign(op, "rope"))?;
         let plan = &self.plan_of(op, plan)?.step;
-        if table.offset.saturating_add(table.dim) > head_dim {
-            let expected = format!("at least {} + {}", table.offset, table.dim);
-            return Err(shape(op, "head_dim", expected, head_dim.to_string()));
-        }
-        if let Some(position) = plan.positions.iter().max()
-            && *position as usize >= table.max_positions
-        {
-            let expected = format!("below {}", table.max_positions);
-            return Err(shape(op, "position", expected, position.to_string()));
-        }
+        table.check(op, &plan.positions, head_dim)?;
         let width = product(op, &[heads, head_dim])?;
         let need = product(op, &[plan.positions.len(), width])?;
         let x = Shared(self.floats_mut(op, "x", x, need)?.as_mut_ptr());

@@ -18,6 +18,7 @@ mod linear;
 mod math;
 mod memory;
 mod norm;
+mod ops;
 mod packed;
 pub(crate) mod plan;
 mod prefault;

@@ -35,6 +35,21 @@ impl RopeTable {
         })
     }
 
+    /// Checks that heads of `head_dim` elements can be rotated at `positions`.
+    pub(super) fn check(&self, op: &'static str, positions: &[u32], head_dim: usize) -> Result<(), KernelError> {
+        if self.offset.saturating_add(self.dim) > head_dim {
+            let expected = format!("at least {} + {}", self.offset, self.dim);
+            return Err(KernelError::Shape { op, what: "head_dim", expected, found: head_dim.to_string() });
+        }
+        if let Some(position) = positions.iter().max()
+            && *position as usize >= self.max_positions
+        {
+            let expected = format!("below {}", self.max_positions);
+            return Err(KernelError::Shape { op, what: "position", expected, found: position.to_string() });
+        }
+        Ok(())
+    }
+
     /// Cosines and sines at a position below `max_positions`.
     pub(super) fn at(&self, position: usize) -> (&[f32], &[f32]) {
         let part = self.parts[position / PART].get_or_init(|| self.make(position / PART * PART));

@@ -195,3 +195,32 @@ pub fn kv_writes(program: &Program) -> Checked {
 fn new_keys_and_values_go_to_their_pages() {
     kv_writes(&Program::of("kv.cu", &[])).unwrap();
 }
+
+#[test]
+fn columns_are_copied_and_elements_scaled() {
+    let program = Program::of("elementwise.cu", &[]);
+    for (width, rows, source, target) in [(1usize, 1usize, 1usize, 1usize), (7, 300, 11, 9), (64, 33, 64, 128)] {
+        let mut random = Random::new(width as u64);
+        let x = random.floats(rows * source);
+        let mut gpu = Gpu::new(&program, 3);
+        // Both end with the last element that is used.
+        let from = gpu.memory(&x[..(rows - 1) * source + width]).unwrap();
+        let to = gpu.poison((rows - 1) * target + width).unwrap();
+        let grid = line((rows * width).div_ceil(1024), 256);
+        let strides = (source as u64, target as u64);
+        gpu.launch("copy_columns", grid, args![from, to, strides.0, strides.1, width as u32, rows as u32]).unwrap();
+        let found: Vec<f32> = gpu.read(to).unwrap();
+        for (at, value) in found.iter().enumerate() {
+            let (row, column) = (at / target, at % target);
+            if column < width {
+                assert_eq!(*value, x[row * source + column], "row {row} column {column}");
+            } else {
+                assert!(value.is_nan(), "row {row} column {column} was written");
+            }
+        }
+        let count = (rows - 1) * source + width;
+        gpu.launch("scale", line(count.div_ceil(1024), 256), args![from, 2.5f32, count as u64]).unwrap();
+        let scaled: Vec<f32> = gpu.read(from).unwrap();
+        assert!(scaled.iter().zip(&x).all(|(got, x)| *got == 2.5 * x));
+    }
+}

@@ -137,8 +137,20 @@ pub fn experts(moe: &Program, gguf: &Program, matmul: &Program) -> Checked {
     let factors = random.floats(pairs);
     let mut gpu = Gpu::new(moe, 3);
     let (ge, gf) = (gpu.memory(&chosen)?, gpu.memory(&factors)?);
+    // A rank holds some of the experts.
+    let (first, held) = (2u32, 3usize);
+    let mine = |expert: u32| (first..first + held as u32).contains(&expert);
+    let (offsets, order) = (gpu.memory(&vec![999u32; held + 1])?, gpu.memory(&vec![999u32; pairs])?);
+    gpu.launch("moe_sort", line(held, 256), args![ge, pairs as u32, first, offsets, order])?;
+    let mut held_order: Vec<u32> = (0..pairs as u32).filter(|pair| mine(chosen[*pair as usize])).collect();
+    held_order.sort_by_key(|pair| chosen[*pair as usize]);
+    same("order of some", &gpu.read(order)?[..held_order.len()], &held_order[..])?;
+    let found: Vec<u32> = gpu.read(offsets)?;
+    let before = |expert: u32| chosen.iter().filter(|c| mine(**c) && **c < first + expert).count() as u32;
+    same("offsets of some", &found, &(0..=held as u32).map(before).collect::<Vec<u32>>())?;
+
     let (offsets, order) = (gpu.memory(&vec![999u32; count + 1])?, gpu.memory(&vec![999u32; pairs])?);
-    gpu.launch("moe_sort", line(count, 256), args![ge, pairs as u32, offsets, order])?;
+    gpu.launch("moe_sort", line(count, 256), args![ge, pairs as u32, 0u32, offsets, order])?;
     let mut want_order: Vec<u32> = (0..pairs as u32).collect();
     want_order.sort_by_key(|pair| chosen[*pair as usize]);
     let want_offsets: Vec<u32> = (0..=count as u32).map(|e| chosen.iter().filter(|c| **c < e).count() as u32).collect();
@@ -146,15 +158,27 @@ pub fn experts(moe: &Program, gguf: &Program, matmul: &Program) -> Checked {
     same("offsets", &gpu.read(offsets)?, &want_offsets)?;
 
     let outputs = random.floats(pairs * width);
-    let (go, y) = (gpu.memory(&outputs)?, gpu.poison(rows * width)?);
-    gpu.launch("moe_combine", line(rows, 256), args![go, ge, gf, y, k as u32, width as u32])?;
-    let mut want = vec![0.0f64; rows * width];
-    for pair in 0..pairs {
-        for d in 0..width {
-            want[pair / k * width + d] += f64::from(factors[pair]) * f64::from(outputs[pair * width + d]);
+    let sums = |counted: &dyn Fn(u32) -> bool| -> Vec<f32> {
+        let mut sums = vec![0.0f64; rows * width];
+        for pair in (0..pairs).filter(|pair| counted(chosen[*pair])) {
+            for d in 0..width {
+                sums[pair / k * width + d] += f64::from(factors[pair]) * f64::from(outputs[pair * width + d]);
+            }
         }
+        sums.iter().map(|x| *x as f32).collect()
+    };
+    // What other ranks' experts would give was never written.
+    let mut some = outputs.clone();
+    for pair in (0..pairs).filter(|pair| !mine(chosen[*pair])) {
+        some[pair * width..][..width].fill(f32::NAN);
     }
-    let mut want: Vec<f32> = want.iter().map(|x| *x as f32).collect();
+    let (go, y) = (gpu.memory(&some)?, gpu.poison(rows * width)?);
+    let sizes = (k as u32, width as u32);
+    gpu.launch("moe_combine", line(rows, 256), args![go, ge, gf, y, sizes.0, sizes.1, first, held as u32])?;
+    near("moe_combine of some", &gpu.read(y)?, &sums(&mine), 1e-6)?;
+    let (go, y) = (gpu.memory(&outputs)?, gpu.poison(rows * width)?);
+    gpu.launch("moe_combine", line(rows, 256), args![go, ge, gf, y, sizes.0, sizes.1, 0u32, count as u32])?;
+    let mut want = sums(&|_| true);
     near("moe_combine", &gpu.read(y)?, &want, 1e-6)?;
     let (more, gates) = (random.floats(rows * width), random.floats(rows));
     let (gm, gg) = (gpu.memory(&more)?, gpu.memory(&gates)?);

@@ -3,9 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kvdock_kernels::{Device, KvDtype};
+use kvdock_kernels::{Device, KvDtype, KvPool};
 
-use crate::{Batch, LoadOptions, Logits, ModelError, NoHooks, SeqChunk, Want, load};
+use crate::{
+    Batch, LoadOptions, Logits, ModelError, ModelSpec, NoHooks, PoolSet, PoolSizes, PooledBatch, PooledChunk, SeqChunk,
+    Want, load,
+};
 
 /// What a comparison has found.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,6 +35,10 @@ pub struct Course {
     pub page_tokens: usize,
     /// Element type of the pool.
     pub dtype: KvDtype,
+    /// All pools of the model are used, and not only the one that plain decoders can do with.
+    pub all_pools: bool,
+    /// Rows are packed where the model can have them so.
+    pub packed_rows: bool,
 }
 
 /// Loads the model at `path` on both devices and compares what they compute along `course`.
@@ -82,6 +89,30 @@ fn leader(logits: &[f32]) -> (usize, f32) {
     (best.0, best.1 - second)
 }
 
+/// What a model's cache is kept in.
+enum Memory {
+    One(Arc<dyn KvPool>),
+    Many(PoolSet),
+}
+
+impl Memory {
+    fn new(
+        spec: &ModelSpec,
+        course: &Course,
+        page_tokens: usize,
+        pages: usize,
+        device: &dyn Device,
+    ) -> Result<Self, ModelError> {
+        if course.all_pools {
+            let sizes =
+                PoolSizes { page_tokens, anchor_pages: pages, window_pages: pages, slots: 2, dtype: course.dtype };
+            return Ok(Self::Many(PoolSet::allocate(device, &spec.pools, sizes)?));
+        }
+        let kv = spec.one_pool().map_err(ModelError::Batch)?;
+        Ok(Self::One(device.alloc_kv_pool(kv.pool(course.dtype, page_tokens, pages))?))
+    }
+}
+
 /// Rows of logits, and the token that each of the two sequences took after each of its rows.
 type Followed = (Vec<Vec<f32>>, Vec<[u32; 2]>);
 
@@ -91,14 +122,42 @@ fn follow(
     device: Arc<dyn Device>,
     given: Option<&[[u32; 2]]>,
 ) -> Result<Followed, ModelError> {
-    let model = load(path, &LoadOptions::new(Arc::clone(&device)))?.model;
-    let kv = model.spec().one_pool().map_err(ModelError::Batch)?;
+    let options = LoadOptions { packed_rows: course.packed_rows, ..LoadOptions::new(Arc::clone(&device)) };
+    let model = load(path, &options)?.model;
     let longest = course.prompts.iter().map(Vec::len).max().unwrap_or_default() + course.steps;
-    let pages = longest.div_ceil(course.page_tokens) as u32;
-    let pool = device.alloc_kv_pool(kv.pool(course.dtype, course.page_tokens, 2 * pages as usize))?;
+    let page_tokens = course.page_tokens.next_multiple_of(model.spec().page_multiple);
+    let pages = longest.div_ceil(page_tokens) as u32;
+    let memory = Memory::new(model.spec(), course, page_tokens, 2 * pages as usize, device.as_ref())?;
     // The pages of the two lie among each other, one from the front and one from the back.
     let tables: [Vec<u32>; 2] =
         [(0..pages).map(|page| 2 * page).collect(), (0..pages).map(|page| 2 * (pages - page) - 1).collect()];
+    let forward = |seqs: &[(usize, &[u32], usize, Want)], logits: &mut Logits| {
+        let chunks: Vec<SeqChunk<'_>> = seqs
+            .iter()
+            .map(|(sequence, tokens, start, logits)| SeqChunk {
+                tokens,
+                start: *start as u32,
+                pages: &tables[*sequence],
+                logits: *logits,
+            })
+            .collect();
+        match &memory {
+            Memory::One(pool) => model.forward(&Batch { seqs: &chunks }, pool.as_ref(), &NoHooks, logits),
+            Memory::Many(pools) => {
+                let pooled: Vec<PooledChunk<'_>> = chunks
+                    .iter()
+                    .zip(seqs)
+                    .map(|(chunk, (sequence, ..))| PooledChunk {
+                        // The same numbers in another order.
+                        window: &tables[1 - sequence],
+                        slot: Some(*sequence as u32),
+                        ..PooledChunk::from(*chunk)
+                    })
+                    .collect();
+                model.forward_pools(&PooledBatch { seqs: &pooled }, pools, &NoHooks, logits)
+            }
+        }
+    };
     let mut logits = Logits::new();
     let mut rows = Vec::new();
     let mut next = [0_u32; 2];
@@ -112,8 +171,7 @@ fn follow(
         for chunk in prompt.chunks(course.chunk.max(1)) {
             let last = start + chunk.len() == prompt.len();
             let wanted = if last { Want::Last } else { Want::None };
-            let seq = SeqChunk { tokens: chunk, start: start as u32, pages: &tables[sequence], logits: wanted };
-            model.forward(&Batch { seqs: &[seq] }, pool.as_ref(), &NoHooks, &mut logits)?;
+            forward(&[(sequence, chunk, start, wanted)], &mut logits)?;
             start += chunk.len();
         }
         keep(&logits);
@@ -125,17 +183,11 @@ fn follow(
             next = *given;
         }
         choices.push(next);
-        let seqs: Vec<SeqChunk<'_>> = (0..2)
-            .map(|sequence| SeqChunk {
-                tokens: std::slice::from_ref(&next[sequence]),
-                start: (course.prompts[sequence].len() + step) as u32,
-                pages: &tables[sequence],
-                logits: Want::Last,
-            })
-            .collect();
-        model.forward(&Batch { seqs: &seqs }, pool.as_ref(), &NoHooks, &mut logits)?;
+        let last = |sequence: usize| {
+            (sequence, std::slice::from_ref(&next[sequence]), course.prompts[sequence].len() + step, Want::Last)
+        };
+        forward(&[last(0), last(1)], &mut logits)?;
         keep(&logits);
-        drop(seqs);
         next = [0, 1].map(|row| leader(logits.row(row).unwrap_or_default()).0 as u32);
     }
     Ok((rows, choices))

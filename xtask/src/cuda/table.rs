@@ -38,6 +38,8 @@ const FLOORS: &[Floor] = &[
     floor("sigmoid_mul", 256, "12 N", "8 N", "memory"),
     floor("add", 256, "12 N", "N", "memory"),
     floor("fill", 256, "4 N", "0", "memory"),
+    floor("scale", 256, "8 N", "N", "memory"),
+    floor("copy_columns", 256, "8 T D", "0", "memory"),
     floor("gather_rows", 256, "8 T D", "0", "memory"),
     floor("rope_table", 256, "8 positions d/2", "2 sincos a pair", "arithmetic (f64), once"),
     floor("rope", 128, "8 T H d + 4 T d", "3 T H d", "memory"),

@@ -15,4 +15,7 @@ mod recorded;
 mod refusals;
 mod repeats;
 mod rig;
+mod rows;
+mod sampling;
 mod state;
+mod transfers;

@@ -1,15 +1,19 @@
 //! Weights of Hugging Face folders, in all the formats that the families beyond the dense one come in.
 //!
-//! Weights of eight and four bits are widened when they are loaded: to bf16 where that holds every value exactly (scales
-//! that are powers of two), else to f32. That costs memory, not exactness.
+//! Weights of eight and four bits stay as they are on a device that computes with such. Elsewhere they are widened when they
+//! are loaded: to bf16 where that holds every value exactly (scales that are powers of two), else to f32. That costs memory,
+//! not exactness.
 
 use std::ops::Range;
 
-use kvdock_kernels::{Buf, MatrixShape, Weight, WeightData, WeightFormat, dequantize};
+use kvdock_kernels::ops::GroupedWeight;
+use kvdock_kernels::{
+    Buf, MatrixShape, NarrowData, NarrowFormat, NarrowScales, Weight, WeightData, WeightFormat, dequantize,
+};
 use safetensors::Dtype;
 
 use super::Linear;
-use super::narrow::{bf16_bytes, e4m3, e8m0, mxfp4};
+use super::narrow::{NarrowPart, bf16_bytes, e4m3, e8m0, mxfp4};
 use super::share::{Cut, Share};
 use crate::ModelError;
 use crate::checkpoint::Checkpoint;
@@ -208,7 +212,11 @@ impl<'a> Loader<'a> {
         cut: &Cut,
         bias: bool,
     ) -> Result<Linear, ModelError> {
-        let weight = self.part(&format!("{base}.weight"), shape, cut)?;
+        let name = format!("{base}.weight");
+        let weight = match self.narrow(&name, shape, cut)? {
+            Some(weight) => weight,
+            None => self.part(&name, shape, cut)?,
+        };
         let name = format!("{base}.bias");
         if !bias {
             return match self.folder.stored(&name)? {
@@ -229,15 +237,10 @@ impl<'a> Loader<'a> {
                 self.fp8(tensor, rows, cols)
             }
             Dtype::I8 | Dtype::U8 => {
-                tensor.expect_shape(&[rows, cols / 2])?;
-                expect_whole_blocks(&tensor, cols)?;
-                let scales = self.required(&scale_name(name), &[rows, cols / 32])?;
-                if !matches!(scales.dtype, Dtype::F8_E8M0 | Dtype::U8) {
-                    return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
-                }
+                let scales = self.mxfp4_scales(&tensor, rows, cols)?;
                 let mut values = Vec::with_capacity(rows * cols);
-                mxfp4(tensor.data, scales.data, &mut values);
-                self.build.uploaded(tensor.data.len() + scales.data.len());
+                mxfp4(tensor.data, scales, &mut values);
+                self.build.uploaded(tensor.data.len() + scales.len());
                 Ok(Values { values, exact_in_bf16: true })
             }
             dtype => {
@@ -248,42 +251,93 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Weights of eight bits with a scale for each block: `NAME.weight_scale_inv` in f32, or `NAME.scale` in ue8m0.
-    fn fp8(&self, tensor: StoredTensor<'_>, rows: usize, cols: usize) -> Result<Values, ModelError> {
+    /// A matrix of eight or four bits as it is, where the device computes with such.
+    fn narrow(&self, name: &str, (rows, cols): (usize, usize), cut: &Cut) -> Result<Option<Weight>, ModelError> {
+        let tensor = self.any(name, &[rows, cols])?;
+        let (format, scales) = match tensor.dtype {
+            Dtype::F8_E4M3 if self.block == [128, 128] => {
+                tensor.expect_shape(&[rows, cols])?;
+                (NarrowFormat::Fp8, self.fp8_scales(&tensor, rows, cols)?)
+            }
+            Dtype::I8 | Dtype::U8 => (NarrowFormat::Mxfp4, Scales::Powers(self.mxfp4_scales(&tensor, rows, cols)?)),
+            _ => return Ok(None),
+        };
+        let narrow = NarrowData {
+            name,
+            shape: MatrixShape { rows, cols },
+            format,
+            bytes: tensor.data,
+            scales: scales.as_narrow(),
+        };
+        let weight = match cut {
+            Cut::Whole => self.device().upload_narrow(&narrow)?,
+            cut => match NarrowPart::of(&narrow, cut) {
+                Some(part) => self.device().upload_narrow(&part.as_data(name))?,
+                None => None,
+            },
+        };
+        if weight.is_some() {
+            self.build.uploaded(tensor.data.len() + scales.bytes());
+        }
+        Ok(weight)
+    }
+
+    /// Scales of four-bit weights: `NAME.scale` in ue8m0.
+    fn mxfp4_scales(&self, tensor: &StoredTensor<'a>, rows: usize, cols: usize) -> Result<&'a [u8], ModelError> {
+        tensor.expect_shape(&[rows, cols / 2])?;
+        expect_whole_blocks(tensor, cols)?;
+        let scales = self.required(&scale_name(&tensor.name), &[rows, cols / 32])?;
+        if !matches!(scales.dtype, Dtype::F8_E8M0 | Dtype::U8) {
+            return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
+        }
+        Ok(scales.data)
+    }
+
+    /// Scales of weights of eight bits, one for each block: `NAME.weight_scale_inv` in f32, or `NAME.scale` in ue8m0.
+    fn fp8_scales(&self, tensor: &StoredTensor<'a>, rows: usize, cols: usize) -> Result<Scales<'a>, ModelError> {
         let [block_rows, block_cols] = self.block;
         let shape = [rows.div_ceil(block_rows), cols.div_ceil(block_cols)];
         let inverse = format!("{}_scale_inv", tensor.name);
-        let (scales, exact_in_bf16) = if self.has(&inverse)? {
-            (self.floats(&inverse, &shape)?, false)
-        } else {
-            let scales = self.required(&scale_name(&tensor.name), &shape)?;
-            if scales.dtype != Dtype::F8_E8M0 {
-                return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
-            }
-            self.build.uploaded(scales.data.len());
-            (scales.data.iter().map(|byte| e8m0(*byte)).collect(), true)
+        if self.has(&inverse)? {
+            let scales = self.required(&inverse, &shape)?.plain()?;
+            let mut values = vec![0.0; shape.iter().product()];
+            dequantize(scales.format, scales.data, &mut values)?;
+            return Ok(Scales::Floats(values, scales.data.len()));
+        }
+        let scales = self.required(&scale_name(&tensor.name), &shape)?;
+        if scales.dtype != Dtype::F8_E8M0 {
+            return Err(scales.error("type F8_E8M0", format!("type {:?}", scales.dtype)));
+        }
+        Ok(Scales::Powers(scales.data))
+    }
+
+    /// Values of weights of eight bits.
+    fn fp8(&self, tensor: StoredTensor<'a>, rows: usize, cols: usize) -> Result<Values, ModelError> {
+        let [block_rows, block_cols] = self.block;
+        let of_scales = self.fp8_scales(&tensor, rows, cols)?;
+        let exact_in_bf16 = matches!(of_scales, Scales::Powers(_));
+        let scales: Vec<f32> = match &of_scales {
+            Scales::Floats(values, _) => values.clone(),
+            Scales::Powers(bytes) => bytes.iter().map(|byte| e8m0(*byte)).collect(),
         };
         let table: Vec<f32> = (0..=255).map(e4m3).collect();
+        let across = cols.div_ceil(block_cols);
         let values = tensor
             .data
             .iter()
             .enumerate()
             .map(|(at, byte)| {
                 let (row, col) = (at / cols, at % cols);
-                table[usize::from(*byte)] * scales[row / block_rows * shape[1] + col / block_cols]
+                table[usize::from(*byte)] * scales[row / block_rows * across + col / block_cols]
             })
             .collect();
-        self.build.uploaded(tensor.data.len());
+        self.build.uploaded(tensor.data.len() + of_scales.bytes());
         Ok(Values { values, exact_in_bf16 })
     }
 
     /// Uploads values as a matrix.
     pub(crate) fn upload(&self, name: &str, rows: usize, cols: usize, values: &Values) -> Result<Weight, ModelError> {
-        let (format, bytes) = if values.exact_in_bf16 {
-            (WeightFormat::BF16, bf16_bytes(&values.values))
-        } else {
-            (WeightFormat::F32, values.values.iter().flat_map(|value| value.to_le_bytes()).collect())
-        };
+        let (format, bytes) = values.bytes();
         let shape = MatrixShape { rows, cols };
         Ok(self.device().upload_weight(&WeightData { name, shape, format, bytes: &bytes, row_order: None })?)
     }
@@ -304,6 +358,20 @@ impl<'a> Loader<'a> {
         self.upload(name, held.len(), columns.len(), &part)
     }
 
+    /// Uploads values as `groups` matrices, one after another.
+    pub(crate) fn upload_groups(
+        &self,
+        name: &str,
+        groups: usize,
+        cols: usize,
+        values: &Values,
+    ) -> Result<GroupedWeight, ModelError> {
+        let (format, bytes) = values.bytes();
+        let shape = MatrixShape { rows: values.values.len() / cols, cols };
+        let data = WeightData { name, shape, format, bytes: &bytes, row_order: None };
+        Ok(self.device().upload_groups(&data, groups)?)
+    }
+
     /// The matrix at `index` of a tensor of `[count, rows, cols]` plain floats.
     pub(crate) fn slice(
         &self,
@@ -320,14 +388,14 @@ impl<'a> Loader<'a> {
         Ok(Values { values, exact_in_bf16: tensor.format == WeightFormat::BF16 })
     }
 
-    /// The matrix at `index` of mxfp4 weights kept as `NAME_blocks` `[count, rows, cols / 32, 16]` and `NAME_scales`.
-    pub(crate) fn mxfp4_slice(
+    /// The parts at `index` of mxfp4 weights kept as `NAME_blocks` `[count, rows, cols / 32, 16]` and `NAME_scales`: values, and scales.
+    fn mxfp4_parts(
         &self,
         name: &str,
         (index, count): (usize, usize),
         rows: usize,
         cols: usize,
-    ) -> Result<Values, ModelError> {
+    ) -> Result<(&'a [u8], &'a [u8]), ModelError> {
         let blocks = self.required(&format!("{name}_blocks"), &[count, rows, cols / 32, 16])?;
         let scales = self.required(&format!("{name}_scales"), &[count, rows, cols / 32])?;
         expect_whole_blocks(&blocks, cols)?;
@@ -335,18 +403,106 @@ impl<'a> Loader<'a> {
             return Err(other.error("type U8", format!("type {:?}", other.dtype)));
         }
         let (size, scale_size) = (blocks.data.len() / count, scales.data.len() / count);
+        Ok((&blocks.data[index * size..][..size], &scales.data[index * scale_size..][..scale_size]))
+    }
+
+    /// The matrix at `index` of mxfp4 weights.
+    pub(crate) fn mxfp4_slice(
+        &self,
+        name: &str,
+        index: (usize, usize),
+        rows: usize,
+        cols: usize,
+    ) -> Result<Values, ModelError> {
+        let (blocks, scales) = self.mxfp4_parts(name, index, rows, cols)?;
         let mut values = Vec::with_capacity(rows * cols);
-        mxfp4(&blocks.data[index * size..][..size], &scales.data[index * scale_size..][..scale_size], &mut values);
-        self.build.uploaded(size + scale_size);
+        mxfp4(blocks, scales, &mut values);
+        self.build.uploaded(blocks.len() + scales.len());
         Ok(Values { values, exact_in_bf16: true })
+    }
+
+    /// Rows `order` of the matrix at `index` of mxfp4 weights as they are, where the device computes with such.
+    pub(crate) fn mxfp4_rows(
+        &self,
+        name: &str,
+        index: (usize, usize),
+        (rows, cols): (usize, usize),
+        order: impl ExactSizeIterator<Item = usize> + Clone,
+    ) -> Result<Option<Weight>, ModelError> {
+        let (blocks, scales) = self.mxfp4_parts(name, index, rows, cols)?;
+        let picked = |data: &[u8], width: usize| -> Vec<u8> {
+            order.clone().flat_map(|row| data[row * width..][..width].iter().copied()).collect()
+        };
+        let (bytes, scales) = (picked(blocks, cols / 2), picked(scales, cols / 32));
+        let shape = MatrixShape { rows: order.len(), cols };
+        let scales_of = NarrowScales::Powers(&scales);
+        let narrow = NarrowData { name, shape, format: NarrowFormat::Mxfp4, bytes: &bytes, scales: scales_of };
+        let weight = self.device().upload_narrow(&narrow)?;
+        if weight.is_some() {
+            self.build.uploaded(bytes.len() + scales.len());
+        }
+        Ok(weight)
+    }
+}
+
+/// Scales of blocks.
+enum Scales<'a> {
+    /// Values, and how many bytes they have in the file.
+    Floats(Vec<f32>, usize),
+    /// As ue8m0.
+    Powers(&'a [u8]),
+}
+
+impl Scales<'_> {
+    fn as_narrow(&self) -> NarrowScales<'_> {
+        match self {
+            Self::Floats(values, _) => NarrowScales::Floats(values),
+            Self::Powers(bytes) => NarrowScales::Powers(bytes),
+        }
+    }
+
+    /// Bytes in the file.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Floats(_, bytes) => *bytes,
+            Self::Powers(bytes) => bytes.len(),
+        }
     }
 }
 
 impl Values {
+    /// All of them, one after another.
+    pub(crate) fn joined(parts: impl Iterator<Item = Values>) -> Values {
+        let mut all = Values { values: Vec::new(), exact_in_bf16: true };
+        for part in parts {
+            all.exact_in_bf16 &= part.exact_in_bf16;
+            all.values.extend(part.values);
+        }
+        all
+    }
+
+    /// The smallest format that holds them exactly, and their bytes in it.
+    fn bytes(&self) -> (WeightFormat, Vec<u8>) {
+        if self.exact_in_bf16 {
+            (WeightFormat::BF16, bf16_bytes(&self.values))
+        } else {
+            (WeightFormat::F32, self.values.iter().flat_map(|value| value.to_le_bytes()).collect())
+        }
+    }
+
     /// Rows `order[i]` of these, each `cols` wide.
     pub(crate) fn rows(&self, cols: usize, order: impl Iterator<Item = usize>) -> Values {
         let values = order.flat_map(|row| self.values[row * cols..][..cols].iter().copied()).collect();
         Values { values, exact_in_bf16: self.exact_in_bf16 }
+    }
+
+    /// What `cut` keeps of `rows` rows of `cols`.
+    pub(crate) fn part(self, (rows, cols): (usize, usize), cut: &Cut) -> Values {
+        if *cut == Cut::Whole {
+            return self;
+        }
+        let (rows, columns) = cut.of(rows, cols);
+        self.rows(cols, rows).columns(cols, columns)
     }
 
     /// Columns of these rows, each `cols` wide.

@@ -1,114 +1,106 @@
-//! Rows of a sequence in pools of pages.
+//! Rows of sequences in pools of pages.
 
-use kvdock_kernels::{
-    KvDtype, PACKED_SCALES, PagePool, decode_row, encode_row, pack_key, pack_row, unpack_key, unpack_row,
-};
+use std::cell::OnceCell;
 
-use crate::{ModelError, NO_PAGE, PoolLayout, PoolSet};
+use kvdock_kernels::ops::{Indices, RowFormat, RowLayout, RowPool, RowSpan, RowSpans};
+use kvdock_kernels::{Device, KvDtype};
 
-/// How a row lies in its page.
-#[derive(Clone, Copy)]
-enum Format {
-    Plain(KvDtype),
-    /// As [`pack_row`] does it, this many elements at the end in bf16.
-    Packed {
-        rope: usize,
-    },
-    /// As [`pack_key`] does it.
-    Key,
+use super::step::{Seq, Step};
+use crate::{ModelError, NO_PAGE, PageSource, PoolLayout, PoolSet};
+
+/// Buffer `buffer` of the pool declared at `pool`, whose pages are rows.
+pub(crate) fn row_pool(pools: &PoolSet, pool: usize, buffer: usize) -> Result<RowPool<'_>, ModelError> {
+    let none = || ModelError::Batch(format!("pool {pool} of the set has no rows"));
+    let decl = pools.decls().get(pool).ok_or_else(none)?;
+    let sizes = pools.sizes();
+    let (elements, format) = match decl.layout {
+        PoolLayout::Rows { elements, .. } => (elements, RowFormat::Plain(sizes.dtype)),
+        PoolLayout::PackedRows { elements, rope, .. } => (elements, RowFormat::Packed { rope }),
+        PoolLayout::PackedKeys { elements, .. } => (elements, RowFormat::Key),
+        PoolLayout::Ring { elements, .. } => (elements, RowFormat::Plain(KvDtype::F32)),
+        PoolLayout::None | PoolLayout::Heads { .. } | PoolLayout::Slot { .. } => return Err(none()),
+    };
+    let layout = RowLayout { format, page_rows: decl.page_units(sizes.page_tokens), elements };
+    Ok(RowPool::new(pools.pages(pool)?, buffer, layout)?)
 }
 
-/// A buffer of a pool whose pages hold `rows` rows of `elements` elements.
-#[derive(Clone, Copy)]
-pub(crate) struct RowBuffer<'a> {
-    pool: &'a PagePool,
-    buffer: usize,
-    rows: usize,
-    elements: usize,
-    format: Format,
-}
-
-impl<'a> RowBuffer<'a> {
-    /// Buffer `buffer` of the pool declared at `pool`.
-    pub(crate) fn of(pools: &'a PoolSet, pool: usize, buffer: usize) -> Result<Self, ModelError> {
-        let none = || ModelError::Batch(format!("pool {pool} of the set has no rows"));
-        let decl = pools.decls().get(pool).ok_or_else(none)?;
-        let sizes = pools.sizes();
-        let (elements, format) = match decl.layout {
-            PoolLayout::Rows { elements, .. } => (elements, Format::Plain(sizes.dtype)),
-            PoolLayout::PackedRows { elements, rope, .. } => (elements, Format::Packed { rope }),
-            PoolLayout::PackedKeys { elements, .. } => (elements, Format::Key),
-            PoolLayout::Ring { elements, .. } => (elements, Format::Plain(KvDtype::F32)),
-            PoolLayout::None | PoolLayout::Heads { .. } | PoolLayout::Slot { .. } => return Err(none()),
-        };
-        Ok(Self { pool: pools.pages(pool)?, buffer, rows: decl.page_units(sizes.page_tokens), elements, format })
-    }
-
-    /// Bytes of a row without its scales, and bytes of its scales.
-    fn row_bytes(&self) -> (usize, usize) {
-        match self.format {
-            Format::Plain(dtype) => (self.elements * dtype.bytes(), 0),
-            Format::Packed { rope } => (self.elements + rope, PACKED_SCALES),
-            Format::Key => (self.elements, size_of::<f32>()),
-        }
-    }
-
-    /// Where row `index` of a page begins, and its scales.
-    fn places(&self, index: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
-        let (data, scales) = self.row_bytes();
-        let behind = self.rows * data + index * scales;
-        (index * data..(index + 1) * data, behind..behind + scales)
-    }
-
-    /// Writes rows of a sequence with page table `pages`, each with its index in the sequence.
-    pub(crate) fn write<'r>(
-        &self,
-        pages: &[u32],
-        rows: impl Iterator<Item = (usize, &'r [f32])>,
-    ) -> Result<(), ModelError> {
-        let mut buffer = self.pool.write(self.buffer)?;
-        for (index, row) in rows {
-            let page = buffer.page(page_of(pages, index / self.rows)?)?;
-            let (data, scales) = self.places(index % self.rows);
-            match self.format {
-                Format::Plain(dtype) => encode_row(dtype, row, &mut page[data]),
-                Format::Packed { rope } => {
-                    let (front, back) = page.split_at_mut(scales.start);
-                    pack_row(row, rope, &mut front[data], &mut back[..scales.len()]);
-                }
-                Format::Key => {
-                    let (front, back) = page.split_at_mut(scales.start);
-                    pack_key(row, &mut front[data], &mut back[..scales.len()]);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Rows of a sequence by their indices, one after the other.
-    pub(crate) fn read(
-        &self,
-        pages: &[u32],
-        indices: impl ExactSizeIterator<Item = usize>,
-    ) -> Result<Vec<f32>, ModelError> {
-        let buffer = self.pool.read(self.buffer)?;
-        let mut out = vec![0.0; indices.len() * self.elements];
-        for (index, out) in indices.zip(out.chunks_exact_mut(self.elements)) {
-            let page = buffer.page(page_of(pages, index / self.rows)?)?;
-            let (data, scales) = self.places(index % self.rows);
-            match self.format {
-                Format::Plain(dtype) => decode_row(dtype, &page[data], out),
-                Format::Packed { rope } => unpack_row(&page[data], &page[scales], rope, out),
-                Format::Key => unpack_key(&page[data], &page[scales], out),
-            }
-        }
-        Ok(out)
-    }
-}
-
-fn page_of(pages: &[u32], index: usize) -> Result<u32, ModelError> {
+/// The page at `index` of a page table.
+pub(crate) fn page_of(pages: &[u32], index: usize) -> Result<u32, ModelError> {
     match pages.get(index) {
         Some(page) if *page != NO_PAGE => Ok(*page),
         _ => Err(ModelError::Batch(format!("page {index} of a sequence is needed and not there"))),
+    }
+}
+
+/// The slot of row `row` of a sequence, in pages of `page_rows` rows.
+pub(crate) fn slot_of(pages: &[u32], row: usize, page_rows: usize) -> Result<u32, ModelError> {
+    let slot = page_of(pages, row / page_rows)? as usize * page_rows + row % page_rows;
+    u32::try_from(slot).map_err(|_| ModelError::Batch(format!("slot {slot} is more than 32 bits can number")))
+}
+
+/// The table of a sequence in pools with pages from `source`.
+pub(crate) fn table<'a>(seq: &Seq<'a>, source: PageSource) -> &'a [u32] {
+    if source == PageSource::Window { seq.chunk.window } else { seq.chunk.pages }
+}
+
+/// Positions of all rows of a step, on the device from when they are first asked for.
+pub(crate) struct Positions<'a> {
+    device: &'a dyn Device,
+    step: &'a Step<'a>,
+    made: OnceCell<Indices>,
+}
+
+impl<'a> Positions<'a> {
+    pub(crate) fn new(device: &'a dyn Device, step: &'a Step<'a>) -> Self {
+        Self { device, step, made: OnceCell::new() }
+    }
+
+    pub(crate) fn get(&self) -> Result<&Indices, ModelError> {
+        if let Some(made) = self.made.get() {
+            return Ok(made);
+        }
+        let positions: Vec<u32> = self.step.seqs.iter().flat_map(Seq::rows).map(|(_, position)| position).collect();
+        let made = self.device.upload_indices(&positions)?;
+        Ok(self.made.get_or_init(|| made))
+    }
+}
+
+/// Where a step's new rows go in pools of one kind, and what each row of the step sees there.
+pub(crate) struct Placement {
+    /// One for each new row.
+    pub(crate) slots: Indices,
+    pub(crate) spans: RowSpans,
+}
+
+/// Pools with a row for every `tokens` tokens, and how far back they are seen.
+#[derive(Clone, Copy)]
+pub(crate) struct Reach {
+    pub(crate) source: PageSource,
+    /// Tokens of a row.
+    pub(crate) tokens: usize,
+    /// Rows that are seen, the own one included; `None` for all.
+    pub(crate) window: Option<usize>,
+}
+
+impl Placement {
+    pub(crate) fn new(device: &dyn Device, step: &Step<'_>, pools: &PoolSet, reach: Reach) -> Result<Self, ModelError> {
+        let Reach { source, tokens, window } = reach;
+        let sizes = pools.sizes();
+        let page_rows = sizes.page_tokens / tokens;
+        let tables: Vec<&[u32]> = step.seqs.iter().map(|seq| table(seq, source)).collect();
+        let (mut slots, mut spans) = (Vec::new(), Vec::with_capacity(step.rows()));
+        for (index, seq) in step.seqs.iter().enumerate() {
+            let start = seq.chunk.start as usize;
+            for row in start / tokens..(start + seq.chunk.tokens.len()) / tokens {
+                slots.push(slot_of(tables[index], row, page_rows)?);
+            }
+            spans.extend(seq.rows().map(|(_, position)| {
+                let end = (position as usize + 1) / tokens;
+                let first = window.map_or(0, |window| end.saturating_sub(window));
+                RowSpan { table: index, first, count: end - first }
+            }));
+        }
+        let spans = device.spans(&tables, &spans, page_rows, sizes.pages(source))?;
+        Ok(Self { slots: device.upload_indices(&slots)?, spans })
     }
 }

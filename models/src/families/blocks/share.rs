@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use kvdock_kernels::{Buf, Collective, Device, KernelError, Weight};
 
-use crate::ModelError;
+use crate::logits::Target;
+use crate::{Logits, ModelError};
 
 /// Which rank of how many loads and computes.
 #[derive(Clone, Default)]
@@ -186,18 +187,44 @@ impl Share {
         rows * vocab.div_ceil(self.size())
     }
 
-    /// Rows of logits `[rows, vocab]` in `out`, of which this rank has computed its part of the vocabulary.
-    pub(crate) fn gather_logits(
+    /// Room for `rows` rows of logits. Those of several ranks come together in host memory.
+    pub(crate) fn target<'a>(
+        &self,
+        device: &Arc<dyn Device>,
+        rows: usize,
+        vocab: usize,
+        logits: &'a mut Logits,
+    ) -> Result<Target<'a>, KernelError> {
+        if self.is_alone() { logits.target(device, rows, vocab) } else { Ok(Target::Host(logits.reset(rows, vocab))) }
+    }
+
+    /// Puts `rows` rows of logits into `out` from row `first` on; `part` is what this rank has computed of them, its part of the
+    /// vocabulary.
+    pub(crate) fn put_logits(
         &self,
         device: &dyn Device,
+        part: &Buf,
+        (first, rows): (usize, usize),
+        vocab: usize,
+        out: &mut Target<'_>,
+    ) -> Result<(), KernelError> {
+        match (&self.group, out) {
+            (Some(group), Target::Host(out)) => {
+                self.gather_logits((device, group.as_ref()), part, rows, vocab, &mut out[first * vocab..])
+            }
+            (_, out) => out.put(device, part, (first, rows), vocab),
+        }
+    }
+
+    /// Rows of logits `[rows, vocab]` in `out`, of which this rank has computed its part of the vocabulary.
+    fn gather_logits(
+        &self,
+        (device, group): (&dyn Device, &dyn Collective),
         part: &Buf,
         rows: usize,
         vocab: usize,
         out: &mut [f32],
     ) -> Result<(), KernelError> {
-        let Some(group) = &self.group else {
-            return device.read(part, 0, out);
-        };
         let len = self.logits_len(rows, vocab);
         let mut whole = device.alloc(len * self.size())?;
         group.all_gather(device, part, len, &mut whole)?;

@@ -3,6 +3,7 @@
 use kvdock_kernels::{Buf, Device, Projection, SeqSpan, Weight};
 
 use super::share::Share;
+use crate::logits::Target;
 use crate::{ModelError, ModelSpec, NO_PAGE, PageSource, PoolDecl, PoolSet, PooledChunk, Want};
 
 /// Rows of logits computed at a time: bounds the buffer, changes no bit.
@@ -199,21 +200,21 @@ impl Head<'_> {
         device: &dyn Device,
         x: &Buf,
         wanted: &[u32],
-        out: &mut [f32],
+        out: &mut Target<'_>,
     ) -> Result<(), ModelError> {
         let (hidden, vocab) = (self.norm.len(), self.vocab);
         if wanted.is_empty() {
             return Ok(());
         }
         let rows = wanted.len().min(HEAD_ROWS);
-        let (mut picked, mut normed) = (device.alloc(rows * hidden)?, device.alloc(rows * hidden)?);
-        let mut logits = device.alloc(self.share.logits_len(rows, vocab))?;
-        for (rows, out) in wanted.chunks(HEAD_ROWS).zip(out.chunks_mut(HEAD_ROWS * vocab)) {
+        let (mut picked, mut normed) = (device.scratch(rows * hidden)?, device.scratch(rows * hidden)?);
+        let mut logits = device.scratch(self.share.logits_len(rows, vocab))?;
+        for (index, rows) in wanted.chunks(HEAD_ROWS).enumerate() {
             device.gather_rows(x, hidden, rows, &mut picked)?;
             device.rms_norm(&picked, self.norm, self.eps, rows.len(), &mut normed)?;
             let mut product = [Projection { weight: self.weight, bias: None, out: &mut logits }];
             device.linear(&normed, rows.len(), &mut product)?;
-            self.share.gather_logits(device, &logits, rows.len(), vocab, out)?;
+            self.share.put_logits(device, &logits, (index * HEAD_ROWS, rows.len()), vocab, out)?;
         }
         Ok(())
     }

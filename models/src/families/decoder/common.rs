@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use kvdock_kernels::ops::{Activation, Experts};
+
 use super::run::{Decoder, Net, Place};
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
-use crate::families::blocks::moe::{Activation, Mlp};
+use crate::families::blocks::moe::{Mlp, group};
 use crate::families::blocks::share::Cut;
 use crate::families::{Build, Geometry, Parts};
 use crate::{KvGeometry, ModelError, PoolDecl};
@@ -145,27 +147,30 @@ pub(super) fn experts(
     count: usize,
     width: usize,
     hidden: usize,
-) -> Result<Vec<Mlp>, ModelError> {
+) -> Result<Experts, ModelError> {
     let held = loader.deal(count, "experts")?;
+    let first = held.start;
     let fused = format!("{base}.gate_up_proj");
     if !loader.has(&fused)? {
         let one = |expert| mlp_part(loader, &format!("{base}.{expert}"), width, hidden, (&Cut::Whole, &Cut::Whole));
-        return held.map(one).collect();
+        return Ok(group(loader.device(), held.map(one).collect::<Result<_, _>>()?, first)?);
     }
     let down = format!("{base}.down_proj");
     let linear = |name: &str, rows, cols, values| {
         Ok::<_, ModelError>(super::Linear { weight: loader.upload(name, rows, cols, &values)?, bias: None })
     };
-    held.map(|expert| {
-        let both = loader.slice(&fused, (expert, count), 2 * width, hidden)?;
-        Ok(Mlp {
-            gate: linear(&fused, width, hidden, both.rows(hidden, 0..width))?,
-            up: linear(&fused, width, hidden, both.rows(hidden, width..2 * width))?,
-            down: linear(&down, hidden, width, loader.slice(&down, (expert, count), hidden, width)?)?,
-            activation: Activation::Silu,
+    let experts = held
+        .map(|expert| {
+            let both = loader.slice(&fused, (expert, count), 2 * width, hidden)?;
+            Ok(Mlp {
+                gate: linear(&fused, width, hidden, both.rows(hidden, 0..width))?,
+                up: linear(&fused, width, hidden, both.rows(hidden, width..2 * width))?,
+                down: linear(&down, hidden, width, loader.slice(&down, (expert, count), hidden, width)?)?,
+                activation: Activation::Silu,
+            })
         })
-    })
-    .collect()
+        .collect::<Result<Vec<_>, ModelError>>()?;
+    Ok(group(loader.device(), experts, first)?)
 }
 
 /// Gives the layers of each pool their buffers, in order of the layers.

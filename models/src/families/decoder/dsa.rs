@@ -1,14 +1,15 @@
 //! DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer picks.
 
-use kvdock_kernels::{RopeScaling, RopeSpec, RopeStyle, Rotation};
+use std::sync::Arc;
 
-use super::Linear;
+use kvdock_kernels::{Rope, RopeScaling, RopeSpec, RopeStyle};
+
 use super::common::{Basics, Places, experts, mlp};
 use super::mimo::sigmoid_router;
 use super::mla::{Indexer, Latent, LatentSizes};
 use super::run::{Layer, Place};
 use crate::families::blocks::keys::Keys;
-use crate::families::blocks::load::Loader;
+use crate::families::blocks::load::{Loader, Values};
 use crate::families::blocks::moe::Moe;
 use crate::families::blocks::share::Cut;
 use crate::families::dense::hf_rope;
@@ -47,8 +48,8 @@ struct Shared<'a> {
     q_rank: usize,
     sizes: LatentSizes,
     index: Index,
-    rotation: Rotation,
-    index_rotation: Rotation,
+    rope: Arc<Rope>,
+    index_rope: Arc<Rope>,
     scale: f32,
     bias: bool,
 }
@@ -88,8 +89,8 @@ fn build(input: &Build<'_>, index_style: RopeStyle) -> Result<Parts, ModelError>
         q_rank: keys.size("q_lora_rank")?,
         sizes,
         index,
-        rotation: Rotation::new(&rope)?,
-        index_rotation: Rotation::new(&RopeSpec { style: index_style, ..rope })?,
+        rope: Arc::new(input.device.upload_rope(&RopeSpec { offset: sizes.latent, ..rope.clone() })?),
+        index_rope: Arc::new(input.device.upload_rope(&RopeSpec { style: index_style, ..rope })?),
         scale: (((sizes.nope + sizes.rope) as f64).sqrt().recip() * temperature) as f32,
         bias: keys.flag_or("attention_bias", false)?,
     };
@@ -187,16 +188,11 @@ impl Shared<'_> {
         let loader = self.loader;
         let name = format!("{base}.kv_b_proj.weight");
         let both = loader.values(&name, heads * (nope + value), latent)?;
-        let (mut to_latent, mut from_latent) = (Vec::with_capacity(heads), Vec::with_capacity(heads));
-        let linear = |rows, cols, values| {
-            Ok::<_, ModelError>(Linear { weight: loader.upload(&name, rows, cols, &values)?, bias: None })
-        };
         let held = loader.deal(heads, "query heads")?;
-        for head in held.clone() {
-            let from = head * (nope + value);
-            to_latent.push(linear(latent, nope, both.rows(latent, from..from + nope).transposed(nope, latent))?);
-            from_latent.push(linear(value, latent, both.rows(latent, from + nope..from + nope + value))?);
-        }
+        let first = |head: usize| head * (nope + value);
+        let to_latent =
+            held.clone().map(|head| both.rows(latent, first(head)..first(head) + nope).transposed(nope, latent));
+        let from_latent = held.clone().map(|head| both.rows(latent, first(head) + nope..first(head + 1)));
         Ok(Latent {
             place,
             q_a: loader.linear(&format!("{base}.q_a_proj"), self.q_rank, self.hidden, self.bias)?,
@@ -208,9 +204,9 @@ impl Shared<'_> {
                 false,
             )?,
             kv_a: loader.linear(&format!("{base}.kv_a_proj_with_mqa"), latent + rope, self.hidden, self.bias)?,
-            kv_a_norm: loader.floats(&format!("{base}.kv_a_layernorm.weight"), &[latent])?,
-            to_latent,
-            from_latent,
+            kv_a_norm: loader.vector(&format!("{base}.kv_a_layernorm.weight"), latent)?,
+            to_latent: loader.upload_groups(&name, held.len(), nope, &Values::joined(to_latent))?,
+            from_latent: loader.upload_groups(&name, held.len(), latent, &Values::joined(from_latent))?,
             o: loader.linear_part(
                 &format!("{base}.o_proj"),
                 (self.hidden, heads * value),
@@ -218,7 +214,7 @@ impl Shared<'_> {
                 self.bias,
             )?,
             sizes: LatentSizes { heads: held.len(), ..self.sizes },
-            rotation: self.rotation.clone(),
+            rope: Arc::clone(&self.rope),
             scale: self.scale,
             indexer: index.map(|place| self.indexer(&format!("{base}.indexer"), place)).transpose()?,
         })
@@ -232,14 +228,14 @@ impl Shared<'_> {
             q: linear("wq_b", heads * dim, self.q_rank)?,
             k: linear("wk", dim, self.hidden)?,
             k_norm: (
-                self.loader.floats(&format!("{base}.k_norm.weight"), &[dim])?,
-                self.loader.floats(&format!("{base}.k_norm.bias"), &[dim])?,
+                self.loader.vector(&format!("{base}.k_norm.weight"), dim)?,
+                self.loader.vector(&format!("{base}.k_norm.bias"), dim)?,
             ),
             weights: linear("weights_proj", heads, self.hidden)?,
             heads,
             dim,
             top_k,
-            rotation: self.index_rotation.clone(),
+            rope: Arc::clone(&self.index_rope),
         })
     }
 }
@@ -252,7 +248,6 @@ fn moe(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Resul
     let shared = keys.count_or("n_shared_experts", 1)?;
     Ok(Moe {
         router: sigmoid_router(loader, keys, base, hidden, count, top_k)?,
-        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: (shared > 0)
             .then(|| mlp(loader, &format!("{base}.shared_experts"), shared * width, hidden))

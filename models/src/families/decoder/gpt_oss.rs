@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvdock_kernels::RopeStyle;
+use kvdock_kernels::ops::{Activation, Scoring};
 
 use super::Linear;
 use super::common::{Basics, Places};
@@ -10,7 +11,7 @@ use super::gqa::Heads;
 use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::{Loader, Values};
-use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+use crate::families::blocks::moe::{Mlp, Moe, Router, group};
 use crate::families::blocks::share::Cut;
 use crate::families::{Build, Family, Parts};
 use crate::{HitPolicy, KvGeometry, ModelError, PageSource, PoolDecl, PoolKind, PoolLayout};
@@ -157,31 +158,40 @@ fn experts(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> R
     };
     let both_bias = loader.floats(&format!("{both}_bias"), &[count, 2 * width])?;
     let down_bias = loader.floats(&format!("{down}_bias"), &[count, hidden])?;
-    let linear = |name: &str, rows: usize, cols: usize, values: &Values, bias: &[f32]| {
-        let weight = loader.upload(name, rows, cols, values)?;
-        Ok::<_, ModelError>(Linear { weight, bias: Some(loader.device().upload(bias)?) })
+    // The rows that each of `orders` names, of an expert's matrix of `rows` by `cols`, with the biases of these rows.
+    let linears = |name: &str, expert: usize, (rows, cols): (usize, usize), orders: &[Vec<usize>], bias: &[f32]| {
+        let mut wide = None;
+        let linear = |order: &Vec<usize>| {
+            let rows_of = || order.iter().copied();
+            let narrow = if packed { loader.mxfp4_rows(name, (expert, count), (rows, cols), rows_of())? } else { None };
+            let weight = match narrow {
+                Some(weight) => weight,
+                None => {
+                    let all = match wide.take() {
+                        Some(all) => all,
+                        None => values(name, expert, rows, cols)?,
+                    };
+                    let weight = loader.upload(name, order.len(), cols, &all.rows(cols, rows_of()))?;
+                    wide = Some(all);
+                    weight
+                }
+            };
+            let bias: Vec<f32> = rows_of().map(|row| bias[expert * rows + row]).collect();
+            Ok::<_, ModelError>(Linear { weight, bias: Some(loader.device().upload(&bias)?) })
+        };
+        orders.iter().map(linear).collect::<Result<Vec<_>, ModelError>>()
     };
+    let halves = [0, 1].map(|which| (0..width).map(|row| 2 * row + which).collect());
     let held = loader.deal(count, "experts")?;
     let mut experts = Vec::with_capacity(held.len());
     for expert in held.clone() {
-        let matrix = values(&both, expert, 2 * width, hidden)?;
-        let half = |which: usize| {
-            let rows = (0..width).map(|row| 2 * row + which);
-            let bias: Vec<f32> = rows.clone().map(|row| both_bias[expert * 2 * width + row]).collect();
-            linear(&both, width, hidden, &matrix.rows(hidden, rows), &bias)
+        let first = linears(&both, expert, (2 * width, hidden), &halves, &both_bias)?;
+        let second = linears(&down, expert, (hidden, width), &[(0..hidden).collect()], &down_bias)?;
+        let mut parts = first.into_iter().chain(second);
+        let (Some(gate), Some(up), Some(down)) = (parts.next(), parts.next(), parts.next()) else {
+            return Err(keys.inconsistent("three matrices for each expert".to_owned()));
         };
-        experts.push(Mlp {
-            gate: half(0)?,
-            up: half(1)?,
-            down: linear(
-                &down,
-                hidden,
-                width,
-                &values(&down, expert, hidden, width)?,
-                &down_bias[expert * hidden..][..hidden],
-            )?,
-            activation,
-        });
+        experts.push(Mlp { gate, up, down, activation });
     }
     Ok(Moe {
         router: Router {
@@ -194,8 +204,7 @@ fn experts(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> R
             factor: 1.0,
             by_token: None,
         },
-        first: held.start,
-        experts,
+        experts: group(loader.device(), experts, held.start)?,
         shared: None,
         shared_gate: None,
     })

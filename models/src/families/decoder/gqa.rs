@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use kvdock_kernels::rowmath::sigmoid;
-use kvdock_kernels::{AttentionSpec, Buf, Projection, Rope};
+use kvdock_kernels::ops::Columns;
+use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, Projection, Rope};
 
 use super::run::{Pass, Place};
 use crate::ModelError;
-use crate::families::blocks::{Linear, to_host};
+use crate::families::blocks::Linear;
 
 /// One layer's attention.
 pub(super) struct Heads {
@@ -41,21 +41,26 @@ impl Heads {
         let rows = pass.rows();
         let (heads, dk, dv) = (self.heads, self.head_dim_k, self.head_dim_v);
         let (pool, buffer, plan) = pass.heads(self.place)?;
-        let mut q = device.alloc(rows * self.q.rows())?;
-        let mut k = device.alloc(rows * self.k.rows())?;
-        let mut v = device.alloc(rows * self.v.rows())?;
+        let mut q = device.scratch(rows * self.q.rows())?;
+        let mut k = device.scratch(rows * self.k.rows())?;
+        let mut v = device.scratch(rows * self.v.rows())?;
         let mut products = [
             Projection { weight: &self.q.weight, bias: self.q.bias.as_ref(), out: &mut q },
             Projection { weight: &self.k.weight, bias: self.k.bias.as_ref(), out: &mut k },
             Projection { weight: &self.v.weight, bias: self.v.bias.as_ref(), out: &mut v },
         ];
         device.linear(x, rows, &mut products)?;
-        let mut gates = Vec::new();
+        let mut gates = None;
         if self.gated {
-            let both = to_host(device, &q, rows * heads * 2 * dk)?;
-            let pairs = both.as_slice().chunks_exact(2 * dk);
-            gates = pairs.clone().flat_map(|pair| pair[dk..].iter().copied()).collect();
-            q = device.upload(&pairs.flat_map(|pair| pair[..dk].iter().copied()).collect::<Vec<f32>>())?;
+            let both = q;
+            let part = |at: usize| -> Result<Buf, KernelError> {
+                let mut part = device.scratch(rows * heads * dk)?;
+                let (source, target) = (Columns { stride: 2 * dk, at }, Columns { stride: dk, at: 0 });
+                device.copy_columns(&both, source, &mut part, target, dk, rows * heads)?;
+                Ok(part)
+            };
+            q = part(0)?;
+            gates = Some(part(dk)?);
         }
         if let Some(norm) = &self.q_norm {
             device.head_rms_norm(&mut q, norm, self.eps, rows, heads)?;
@@ -66,16 +71,14 @@ impl Heads {
         device.rope(&self.rope, plan, &mut q, heads, dk)?;
         device.rope(&self.rope, plan, &mut k, self.kv_heads, dk)?;
         if let Some(scale) = self.value_scale {
-            let scaled: Vec<f32> =
-                to_host(device, &v, rows * self.kv_heads * dv)?.iter().map(|value| value * scale).collect();
-            v = device.upload(&scaled)?;
+            device.scale(&mut v, scale, rows * self.kv_heads * dv)?;
         }
         // A pool that is made for layers with more KV heads holds each of these several times: query heads then find
         // the same keys and values as in a pool of their own.
         let copies = pool.spec().kv_heads / self.kv_heads;
         if copies > 1 {
-            k = device.upload(&repeated(&to_host(device, &k, rows * self.kv_heads * dk)?, dk, copies))?;
-            v = device.upload(&repeated(&to_host(device, &v, rows * self.kv_heads * dv)?, dv, copies))?;
+            k = repeated(device, &k, dk, copies, rows * self.kv_heads)?;
+            v = repeated(device, &v, dv, copies, rows * self.kv_heads)?;
         }
         device.kv_write(pool, buffer, plan, &k, &v)?;
         let spec = AttentionSpec {
@@ -84,18 +87,21 @@ impl Heads {
             window: self.window,
             sinks: self.sinks.as_ref(),
         };
-        let mut attended = device.alloc(rows * heads * dv)?;
+        let mut attended = device.scratch(rows * heads * dv)?;
         device.attention(pool, buffer, plan, &q, &spec, &mut attended)?;
-        if self.gated {
-            let mut values = to_host(device, &attended, rows * heads * dv)?;
-            values.iter_mut().zip(&gates).for_each(|(value, gate)| *value *= sigmoid(*gate));
-            device.write(&mut attended, 0, &values)?;
+        if let Some(gates) = &gates {
+            device.sigmoid_mul(&mut attended, gates, rows * heads * dv)?;
         }
         Ok(self.o.apply(device, &attended, rows)?)
     }
 }
 
-/// Each head of `width` elements `copies` times in a row.
-fn repeated(values: &[f32], width: usize, copies: usize) -> Vec<f32> {
-    values.chunks_exact(width).flat_map(|head| std::iter::repeat_n(head, copies).flatten().copied()).collect()
+/// Each of `heads` heads of `width` elements `copies` times in a row.
+fn repeated(device: &dyn Device, x: &Buf, width: usize, copies: usize, heads: usize) -> Result<Buf, KernelError> {
+    let mut out = device.scratch(heads * copies * width)?;
+    for copy in 0..copies {
+        let target = Columns { stride: copies * width, at: copy * width };
+        device.copy_columns(x, Columns { stride: width, at: 0 }, &mut out, target, width, heads)?;
+    }
+    Ok(out)
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvdock_kernels::ops::Scoring;
 use kvdock_kernels::{RopeScaling, RopeStyle};
 
 use super::common::{Basics, Places, experts, mlp};
@@ -11,7 +12,7 @@ use super::gqa::Heads;
 use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
-use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::blocks::moe::{Moe, Router};
 use crate::families::blocks::share::Cut;
 use crate::families::dense::hf_rope;
 use crate::families::{Build, Family, Parts};
@@ -204,7 +205,6 @@ fn moe(loader: &Loader<'_>, keys: &Keys<'_>, base: &str, hidden: usize) -> Resul
     let width = keys.size("moe_intermediate_size")?;
     Ok(Moe {
         router: sigmoid_router(loader, keys, base, hidden, count, top_k)?,
-        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: None,
         shared_gate: None,
@@ -234,7 +234,7 @@ pub(super) fn sigmoid_router(
         gate: loader.linear(&format!("{base}.gate"), count, hidden, false)?,
         scoring: Scoring::Sigmoid,
         top_k,
-        bias: Some(loader.floats(&format!("{base}.gate.e_score_correction_bias"), &[count])?),
+        bias: Some(loader.vector(&format!("{base}.gate.e_score_correction_bias"), count)?),
         groups: (groups > 1).then_some((groups, chosen)),
         renormalize: keys.flag_or("norm_topk_prob", true)?,
         factor: keys.number_or("routed_scaling_factor", 1.0)? as f32,

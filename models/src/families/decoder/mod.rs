@@ -16,6 +16,5 @@ mod qwen_moe;
 mod run;
 
 pub(super) use common::Basics;
-pub(super) use mla::index_score;
 
 use crate::families::blocks::Linear;

@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvdock_kernels::ops::DeltaSizes;
 use kvdock_kernels::{RopeStyle, rowmath::exp};
 
 use super::Linear;
 use super::common::{Basics, Places, mlp};
-use super::delta::{DeltaNet, DeltaSizes};
+use super::delta::DeltaNet;
 use super::gqa::Heads;
 use super::qwen_moe::{has_experts, moe};
 use super::run::{Layer, Place};
@@ -239,6 +240,9 @@ fn delta(
     let of_heads = |part: &str| {
         Ok::<_, ModelError>(loader.floats(&format!("{base}.{part}"), &[heads])?[value_heads.clone()].to_vec())
     };
+    let conv: Vec<f32> =
+        channels.iter().flat_map(|channel| &conv[channel * sizes.kernel..][..sizes.kernel]).copied().collect();
+    let decay: Vec<f32> = of_heads("A_log")?.iter().map(|log| -exp(*log)).collect();
     Ok(DeltaNet {
         place,
         qkv,
@@ -251,10 +255,10 @@ fn delta(
             &Cut::head_cols(&value_heads, sizes.value_dim),
             false,
         )?,
-        conv: channels.iter().flat_map(|channel| &conv[channel * sizes.kernel..][..sizes.kernel]).copied().collect(),
-        dt_bias: of_heads("dt_bias")?,
-        decay: of_heads("A_log")?.iter().map(|log| -exp(*log)).collect(),
-        norm: loader.floats(&format!("{base}.norm.weight"), &[sizes.value_dim])?,
+        conv: loader.device().upload(&conv)?,
+        dt_bias: loader.device().upload(&of_heads("dt_bias")?)?,
+        decay: loader.device().upload(&decay)?,
+        norm: loader.vector(&format!("{base}.norm.weight"), sizes.value_dim)?,
         sizes: held,
         eps,
     })

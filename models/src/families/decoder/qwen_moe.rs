@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use kvdock_kernels::RopeStyle;
+use kvdock_kernels::ops::Scoring;
 
 use super::common::{Basics, Places, experts, mlp};
 use super::gqa::Heads;
 use super::run::Layer;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
-use crate::families::blocks::moe::{Moe, Router, Scoring};
+use crate::families::blocks::moe::{Moe, Router};
 use crate::families::blocks::share::Cut;
 use crate::families::{Build, Family, Parts};
 use crate::{KvGeometry, ModelError};
@@ -53,7 +54,6 @@ pub(super) fn moe(
             factor: 1.0,
             by_token: None,
         },
-        first: loader.deal(count, "experts")?.start,
         experts: experts(loader, &format!("{base}.experts"), count, width, hidden)?,
         shared: None,
         shared_gate: None,

@@ -1,13 +1,16 @@
 //! The forward pass.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
+use kvdock_kernels::ops::Picks;
 use kvdock_kernels::{Buf, Device, KvPool, Plan, Weight};
 
 use super::delta::DeltaNet;
 use super::gqa::Heads;
 use super::mla::Latent;
 use crate::families::blocks::moe::{Mlp, Moe};
+use crate::families::blocks::rows::{Placement, Positions, Reach};
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::{
@@ -93,8 +96,11 @@ pub(super) struct Pass<'a> {
     memory: Memory<'a>,
     /// A plan for each pool of heads, by the pool's index.
     plans: Vec<Option<Plan>>,
-    /// For each row, the positions that the last indexer has picked; `None` for all of them.
-    pub(super) picked: Vec<Option<Vec<u32>>>,
+    pub(super) positions: Positions<'a>,
+    /// Rows of pools with a row a token.
+    tokens: OnceCell<Placement>,
+    /// What the last indexer has picked for each row; `None` for all that it sees.
+    pub(super) picked: Option<Picks>,
 }
 
 impl<'a> Pass<'a> {
@@ -112,6 +118,16 @@ impl<'a> Pass<'a> {
             Some(Some(plan)) => Ok((pool, buffer, plan)),
             _ => Err(ModelError::Batch(format!("pool {plan} has no plan"))),
         }
+    }
+
+    /// Where the step's rows lie in pools with a row a token, and what they see.
+    pub(super) fn tokens(&self) -> Result<&Placement, ModelError> {
+        if let Some(made) = self.tokens.get() {
+            return Ok(made);
+        }
+        let reach = Reach { source: PageSource::Anchor, tokens: 1, window: None };
+        let made = Placement::new(self.device, self.step, self.pools()?, reach)?;
+        Ok(self.tokens.get_or_init(|| made))
     }
 
     /// All pools.
@@ -153,16 +169,17 @@ impl Decoder {
         };
         let rules = Rules { spec: &self.spec, page_tokens, pools, window: self.net.window };
         let step = Step::check(batch.seqs, &rules)?;
-        let out = logits.reset(step.wanted.len(), self.spec.vocab_size);
+        let mut out = self.share.target(&self.device, step.wanted.len(), self.spec.vocab_size, logits)?;
         if step.ids.is_empty() {
             return Ok(());
         }
         let device = self.device.as_ref();
         let rows = step.rows();
         let plans = Pass::plan(device, &step, &memory)?;
-        let mut pass = Pass { device, step: &step, memory, plans, picked: Vec::new() };
+        let positions = Positions::new(device, &step);
+        let mut pass = Pass { device, step: &step, memory, plans, positions, tokens: OnceCell::new(), picked: None };
         let (hidden, eps) = (self.spec.hidden, self.net.eps);
-        let (mut x, mut normed) = (device.alloc(rows * hidden)?, device.alloc(rows * hidden)?);
+        let (mut x, mut normed) = (device.scratch(rows * hidden)?, device.scratch(rows * hidden)?);
         let vocab = self.spec.vocab_size;
         self.share.embed(device, &self.net.embedding, vocab, &step.ids, &mut x)?;
         for (index, layer) in self.net.layers.iter().enumerate() {
@@ -184,7 +201,7 @@ impl Decoder {
         }
         let weight = self.net.head.as_ref().unwrap_or(&self.net.embedding);
         let head = Head { norm: &self.net.norm, weight, vocab, eps, share: &self.share };
-        head.logits(device, &x, &step.wanted, out)
+        head.logits(device, &x, &step.wanted, &mut out)
     }
 
     fn check_pool(&self, pool: &dyn KvPool, kv: KvGeometry) -> Result<(), ModelError> {

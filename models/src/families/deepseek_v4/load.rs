@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvdock_kernels::{RopeSpec, Rotation};
+use kvdock_kernels::ops::{Activation, Scoring};
+use kvdock_kernels::{Rope, RopeSpec};
 
 use super::attention::{Attention, AttentionSizes, Compressed, Indexer, Place};
 use super::compressor::{Compressor, OVERLAPPING};
@@ -13,7 +14,7 @@ use super::run::{Draft, Layer, Net};
 use crate::ModelError;
 use crate::families::blocks::Linear;
 use crate::families::blocks::load::Loader;
-use crate::families::blocks::moe::{Activation, Mlp, Moe, Router, Scoring};
+use crate::families::blocks::moe::{Mlp, Moe, Router, group};
 use crate::families::blocks::share::Cut;
 
 /// Loads the parts of layers.
@@ -21,10 +22,33 @@ struct Parts<'a> {
     loader: &'a Loader<'a>,
     config: &'a Config,
     places: &'a Pools,
+    ropes: Ropes,
+}
+
+/// Rotations of the last dimensions of heads.
+struct Ropes {
+    plain: Arc<Rope>,
+    compressed: Arc<Rope>,
+    /// Of index heads.
+    index: Arc<Rope>,
+}
+
+impl Ropes {
+    fn new(loader: &Loader<'_>, config: &Config) -> Result<Self, ModelError> {
+        let rope = |spec: &RopeSpec, dim: usize| {
+            let spec = RopeSpec { offset: dim - config.rope_dim, max_positions: config.context, ..spec.clone() };
+            Ok::<_, ModelError>(Arc::new(loader.device().upload_rope(&spec)?))
+        };
+        Ok(Self {
+            plain: rope(&config.rope, config.head_dim)?,
+            compressed: rope(&config.compress_rope, config.head_dim)?,
+            index: rope(&config.compress_rope, config.index_dim)?,
+        })
+    }
 }
 
 pub(super) fn net(loader: &Loader<'_>, config: &Config, places: &Pools) -> Result<Net, ModelError> {
-    let parts = Parts { loader, config, places };
+    let parts = Parts { loader, config, places, ropes: Ropes::new(loader, config)? };
     let hidden = config.hidden;
     loader.refuse_further_layer(&format!("layers.{}.attn_norm.weight", config.layers), config.layers)?;
     let layers = (0..config.layers)
@@ -38,8 +62,8 @@ pub(super) fn net(loader: &Loader<'_>, config: &Config, places: &Pools) -> Resul
             break;
         }
         drafts.push(Draft {
-            embedding_norm: loader.floats(&format!("{base}.enorm.weight"), &[hidden])?,
-            stream_norm: loader.floats(&format!("{base}.hnorm.weight"), &[hidden])?,
+            embedding_norm: loader.vector(&format!("{base}.enorm.weight"), hidden)?,
+            stream_norm: loader.vector(&format!("{base}.hnorm.weight"), hidden)?,
             from_embedding: loader.linear(&format!("{base}.e_proj"), hidden, hidden, false)?,
             from_streams: loader.linear(&format!("{base}.h_proj"), hidden, hidden, false)?,
             layer: parts.layer(&base, config.layers + index, 0, false)?,
@@ -63,10 +87,10 @@ impl Parts<'_> {
     fn layer(&self, base: &str, layer: usize, ratio: usize, hash: bool) -> Result<Layer, ModelError> {
         let hidden = self.config.hidden;
         Ok(Layer {
-            attention_norm: self.loader.floats(&format!("{base}.attn_norm.weight"), &[hidden])?,
+            attention_norm: self.loader.vector(&format!("{base}.attn_norm.weight"), hidden)?,
             attention_mix: self.hyper(&format!("{base}.hc_attn"))?,
             attention: self.attention(&format!("{base}.attn"), layer, ratio)?,
-            ffn_norm: self.loader.floats(&format!("{base}.ffn_norm.weight"), &[hidden])?,
+            ffn_norm: self.loader.vector(&format!("{base}.ffn_norm.weight"), hidden)?,
             ffn_mix: self.hyper(&format!("{base}.hc_ffn"))?,
             ffn: self.moe(&format!("{base}.ffn"), hash)?,
         })
@@ -88,11 +112,10 @@ impl Parts<'_> {
     }
 
     fn hyper(&self, base: &str) -> Result<Hyper, ModelError> {
-        let scale = self.loader.floats(&format!("{base}_scale"), &[3])?;
         Ok(Hyper {
             mix: self.matrix(&format!("{base}_fn"), MIXES, STREAMS * self.config.hidden)?,
-            base: self.loader.floats(&format!("{base}_base"), &[MIXES])?,
-            scale: std::array::from_fn(|index| scale[index]),
+            base: self.loader.vector(&format!("{base}_base"), MIXES)?,
+            scale: self.loader.vector(&format!("{base}_scale"), 3)?,
             eps: self.config.hyper_eps,
             norm_eps: self.config.eps,
             rounds: self.config.hyper_rounds,
@@ -102,17 +125,11 @@ impl Parts<'_> {
     fn hyper_head(&self, base: &str) -> Result<HyperHead, ModelError> {
         Ok(HyperHead {
             mix: self.matrix(&format!("{base}hc_head_fn"), STREAMS, STREAMS * self.config.hidden)?,
-            base: self.loader.floats(&format!("{base}hc_head_base"), &[STREAMS])?,
+            base: self.loader.vector(&format!("{base}hc_head_base"), STREAMS)?,
             scale: self.loader.floats(&format!("{base}hc_head_scale"), &[1])?[0],
             eps: self.config.hyper_eps,
             norm_eps: self.config.eps,
         })
-    }
-
-    /// A rotation of the last dimensions of a head of `dim`.
-    fn rotation(&self, compressed: bool, dim: usize) -> Result<Rotation, ModelError> {
-        let spec = if compressed { &self.config.compress_rope } else { &self.config.rope };
-        Ok(Rotation::new(&RopeSpec { offset: dim - self.config.rope_dim, ..spec.clone() })?)
     }
 
     fn attention(&self, base: &str, layer: usize, ratio: usize) -> Result<Attention, ModelError> {
@@ -126,20 +143,10 @@ impl Parts<'_> {
         let each = heads / o_groups;
         let inside = own.start % each..own.start % each + own.len().min(each);
         let columns = Cut::head_cols(&inside, head_dim);
-        let o_a = held.clone().map(|index| {
-            let rows = all.rows(group, index * o_rank..(index + 1) * o_rank);
-            let weight = self.loader.upload_part(&name, (o_rank, group), &rows, &columns)?;
-            Ok::<_, ModelError>(Linear { weight, bias: None })
-        });
-        let o_a = o_a.collect::<Result<_, _>>()?;
+        let o_a = all.part((o_groups * o_rank, group), &Cut::Rows(held.start * o_rank..held.end * o_rank));
+        let o_a = o_a.part((held.len() * o_rank, group), &columns);
         Ok(Attention {
-            sizes: AttentionSizes {
-                heads: own.len(),
-                head_dim,
-                window: self.config.window,
-                groups: held.len(),
-                eps: self.config.eps,
-            },
+            sizes: AttentionSizes { heads: own.len(), head_dim, eps: self.config.eps },
             q_a: linear("wq_a", q_rank, hidden)?,
             q_norm: self.loader.vector(&format!("{base}.q_norm.weight"), q_rank)?,
             q_b: self.loader.linear_part(
@@ -149,16 +156,16 @@ impl Parts<'_> {
                 false,
             )?,
             kv: linear("wkv", head_dim, hidden)?,
-            kv_norm: self.loader.floats(&format!("{base}.kv_norm.weight"), &[head_dim])?,
-            sinks: self.loader.floats(&format!("{base}.attn_sink"), &[heads])?[own].to_vec(),
-            o_a,
+            kv_norm: self.loader.vector(&format!("{base}.kv_norm.weight"), head_dim)?,
+            sinks: self.loader.device().upload(&self.loader.floats(&format!("{base}.attn_sink"), &[heads])?[own])?,
+            o_a: self.loader.upload_groups(&name, held.len(), inside.len() * head_dim, &o_a)?,
             o_b: self.loader.linear_part(
                 &format!("{base}.wo_b"),
                 (hidden, o_groups * o_rank),
                 &Cut::head_cols(&held, o_rank),
                 false,
             )?,
-            rotation: Arc::new(self.rotation(ratio > 0, head_dim)?),
+            rope: Arc::clone(if ratio > 0 { &self.ropes.compressed } else { &self.ropes.plain }),
             window: self.place("swa", layer)?,
             compressed: if ratio > 0 { Some(self.compressed(base, layer, ratio)?) } else { None },
         })
@@ -171,7 +178,12 @@ impl Parts<'_> {
             ("deepseek_v4_c4", "deepseek_v4_c4_state")
         };
         Ok(Compressed {
-            compressor: self.compressor(&format!("{base}.compressor"), ratio, self.config.head_dim)?,
+            compressor: self.compressor(
+                &format!("{base}.compressor"),
+                ratio,
+                self.config.head_dim,
+                &self.ropes.compressed,
+            )?,
             rows: self.place(rows, layer)?,
             state: self.place(state, layer)?,
             indexer: if ratio == OVERLAPPING {
@@ -182,17 +194,17 @@ impl Parts<'_> {
         })
     }
 
-    fn compressor(&self, base: &str, ratio: usize, dim: usize) -> Result<Compressor, ModelError> {
+    fn compressor(&self, base: &str, ratio: usize, dim: usize, rope: &Arc<Rope>) -> Result<Compressor, ModelError> {
         let hidden = self.config.hidden;
         let width = if ratio == OVERLAPPING { 2 * dim } else { dim };
         Ok(Compressor {
             ratio,
             dim,
-            ape: self.loader.floats(&format!("{base}.ape"), &[ratio, width])?,
+            ape: self.loader.device().upload(&self.loader.floats(&format!("{base}.ape"), &[ratio, width])?)?,
             kv: self.linear(&format!("{base}.wkv"), width, hidden)?,
             gate: self.linear(&format!("{base}.wgate"), width, hidden)?,
-            norm: self.loader.floats(&format!("{base}.norm.weight"), &[dim])?,
-            rotation: self.rotation(true, dim)?,
+            norm: self.loader.vector(&format!("{base}.norm.weight"), dim)?,
+            rope: Arc::clone(rope),
             eps: self.config.eps,
         })
     }
@@ -205,8 +217,8 @@ impl Parts<'_> {
             heads,
             dim,
             top_k,
-            rotation: self.rotation(true, dim)?,
-            compressor: self.compressor(&format!("{base}.compressor"), ratio, dim)?,
+            rope: Arc::clone(&self.ropes.index),
+            compressor: self.compressor(&format!("{base}.compressor"), ratio, dim, &self.ropes.index)?,
             keys: self.place("deepseek_v4_c4_indexer", layer)?,
             state: self.place("deepseek_v4_c4_indexer_state", layer)?,
         })
@@ -229,26 +241,26 @@ impl Parts<'_> {
         let Config { vocab, hidden, experts, top_k, width, shared, .. } = *self.config;
         let gate = format!("{base}.gate");
         let (held, whole) = (self.loader.deal(experts, "experts")?, (&Cut::Whole, &Cut::Whole));
+        let first = held.start;
+        let mlps = held.map(|expert| self.mlp(&format!("{base}.experts.{expert}"), width, whole));
         Ok(Moe {
             router: Router {
                 // Its bias is the choice's, not the product's.
                 gate: self.matrix(&format!("{gate}.weight"), experts, hidden)?,
                 scoring: Scoring::SqrtSoftplus,
                 top_k,
-                bias: if hash { None } else { Some(self.loader.floats(&format!("{gate}.bias"), &[experts])?) },
+                bias: if hash { None } else { Some(self.loader.vector(&format!("{gate}.bias"), experts)?) },
                 groups: None,
                 renormalize: self.config.renormalize,
                 factor: self.config.routed_factor,
                 by_token: if hash {
-                    Some(self.loader.ids(&format!("{gate}.tid2eid"), &[vocab, top_k], experts)?)
+                    let table = self.loader.ids(&format!("{gate}.tid2eid"), &[vocab, top_k], experts)?;
+                    Some(self.loader.device().upload_indices(&table)?)
                 } else {
                     None
                 },
             },
-            first: held.start,
-            experts: held
-                .map(|expert| self.mlp(&format!("{base}.experts.{expert}"), width, whole))
-                .collect::<Result<_, _>>()?,
+            experts: group(self.loader.device(), mlps.collect::<Result<_, _>>()?, first)?,
             shared: if shared > 0 {
                 let columns = self.loader.deal(shared * width, "columns of the shared expert")?;
                 let cuts = (&Cut::Rows(columns.clone()), &Cut::Cols(columns));

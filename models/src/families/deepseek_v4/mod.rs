@@ -8,6 +8,7 @@ mod hyper;
 mod load;
 mod pools;
 mod run;
+mod step;
 
 use std::sync::Arc;
 

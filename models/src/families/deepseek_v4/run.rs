@@ -2,30 +2,31 @@
 
 use std::sync::Arc;
 
-use kvdock_kernels::rowmath::rms_norm;
-use kvdock_kernels::{Buf, Device, KvPool, Weight};
+use kvdock_kernels::ops::Columns;
+use kvdock_kernels::{Buf, Device, KernelError, KvPool, Weight};
 
 use super::attention::Attention;
 use super::hyper::{Hyper, HyperHead, STREAMS};
+use super::step::V4Step;
+use crate::families::blocks::Linear;
 use crate::families::blocks::moe::Moe;
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
-use crate::families::blocks::{Linear, to_host};
 use crate::{Batch, DraftPass, LayerHooks, Logits, Model, ModelError, ModelSpec, NoHooks, PoolSet, PooledBatch};
 
 pub(super) struct Layer {
-    pub(super) attention_norm: Vec<f32>,
+    pub(super) attention_norm: Buf,
     pub(super) attention_mix: Hyper,
     pub(super) attention: Attention,
-    pub(super) ffn_norm: Vec<f32>,
+    pub(super) ffn_norm: Buf,
     pub(super) ffn_mix: Hyper,
     pub(super) ffn: Moe,
 }
 
 /// A layer that predicts the token after the next.
 pub(super) struct Draft {
-    pub(super) embedding_norm: Vec<f32>,
-    pub(super) stream_norm: Vec<f32>,
+    pub(super) embedding_norm: Buf,
+    pub(super) stream_norm: Buf,
     pub(super) from_embedding: Linear,
     pub(super) from_streams: Linear,
     pub(super) layer: Layer,
@@ -55,42 +56,30 @@ pub(super) struct DeepseekV4 {
 
 impl Layer {
     /// Takes the streams `[rows, STREAMS, hidden]` through the layer.
-    fn apply(
-        &self,
-        (device, share): (&dyn Device, &Share),
-        step: &Step<'_>,
-        pools: &PoolSet,
-        streams: &mut [f32],
-        eps: f32,
-    ) -> Result<(), ModelError> {
-        let rows = step.rows();
-        sublayer((device, share), (&self.attention_mix, &self.attention_norm, eps), rows, streams, |x| {
-            self.attention.apply(device, step, pools, x)
+    fn apply(&self, share: &Share, step: &V4Step<'_>, streams: &mut Buf, eps: f32) -> Result<(), ModelError> {
+        let (device, rows) = (step.device, step.step.rows());
+        let whole = |mut part: Buf, hidden: usize| {
+            share.sum(device, &mut part, rows * hidden)?;
+            Ok(part)
+        };
+        let (attention_norm, ffn_norm) = (&self.attention_norm, &self.ffn_norm);
+        self.attention_mix.around(device, (attention_norm, eps), rows, streams, |x| {
+            whole(self.attention.apply(step, x)?, attention_norm.len())
         })?;
-        sublayer((device, share), (&self.ffn_mix, &self.ffn_norm, eps), rows, streams, |x| {
-            self.ffn.apply(device, x, rows, &step.ids)
+        self.ffn_mix.around(device, (ffn_norm, eps), rows, streams, |x| {
+            whole(self.ffn.apply(device, x, rows, &step.step.ids)?, ffn_norm.len())
         })
     }
 }
 
-/// One sublayer between its mixes.
-fn sublayer(
-    (device, share): (&dyn Device, &Share),
-    (mix, norm, eps): (&Hyper, &[f32], f32),
-    rows: usize,
-    streams: &mut [f32],
-    of: impl FnOnce(&Buf) -> Result<Buf, ModelError>,
-) -> Result<(), ModelError> {
-    let hidden = norm.len();
-    let (mut input, backs) = mix.enter(device, streams, rows)?;
-    input.chunks_exact_mut(hidden).for_each(|row| rms_norm(row, Some(norm), eps));
-    let mut y = of(&device.upload(&input)?)?;
-    share.sum(device, &mut y, rows * hidden)?;
-    let y = to_host(device, &y, rows * hidden)?;
-    for ((streams, back), y) in streams.chunks_exact_mut(STREAMS * hidden).zip(&backs).zip(y.chunks_exact(hidden)) {
-        back.apply(streams, y);
+/// Each row of `x` in all streams, `[rows, STREAMS, hidden]`.
+fn in_all_streams(device: &dyn Device, x: &Buf, rows: usize, hidden: usize) -> Result<Buf, KernelError> {
+    let mut streams = device.scratch(rows * STREAMS * hidden)?;
+    for stream in 0..STREAMS {
+        let target = Columns { stride: STREAMS * hidden, at: stream * hidden };
+        device.copy_columns(x, Columns { stride: hidden, at: 0 }, &mut streams, target, hidden, rows)?;
     }
-    Ok(())
+    Ok(streams)
 }
 
 impl DeepseekV4 {
@@ -100,72 +89,67 @@ impl DeepseekV4 {
         Step::check(batch.seqs, &rules)
     }
 
+    /// A step over one set of pools.
+    fn over<'a>(&'a self, step: &'a Step<'a>, pools: &'a PoolSet) -> V4Step<'a> {
+        V4Step::new(self.device.as_ref(), step, pools, self.net.window + 1)
+    }
+
     /// The streams of all rows behind the last layer.
-    fn streams(&self, step: &Step<'_>, pools: &PoolSet, hooks: &dyn LayerHooks) -> Result<Vec<f32>, ModelError> {
-        let device = (self.device.as_ref(), &self.share);
-        let embedded = self.embed(&step.ids)?;
-        let rows = embedded.chunks_exact(self.spec.hidden);
-        let mut streams: Vec<f32> = rows.flat_map(|row| std::iter::repeat_n(row, STREAMS).flatten().copied()).collect();
+    fn streams(&self, step: &V4Step<'_>, hooks: &dyn LayerHooks) -> Result<Buf, ModelError> {
+        let embedded = self.embed(&step.step.ids)?;
+        let mut streams = in_all_streams(step.device, &embedded, step.step.rows(), self.spec.hidden)?;
         for (index, layer) in self.net.layers.iter().enumerate() {
             hooks.before_layer(index)?;
-            layer.apply(device, step, pools, &mut streams, self.net.eps)?;
+            layer.apply(&self.share, step, &mut streams, self.net.eps)?;
         }
         Ok(streams)
     }
 
-    fn embed(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+    fn embed(&self, ids: &[u32]) -> Result<Buf, ModelError> {
         let device = self.device.as_ref();
-        let mut x = device.alloc(ids.len() * self.spec.hidden)?;
+        let mut x = device.scratch(ids.len() * self.spec.hidden)?;
         self.share.embed(device, &self.net.embedding, self.spec.vocab_size, ids, &mut x)?;
-        Ok(to_host(device, &x, ids.len() * self.spec.hidden)?)
+        Ok(x)
     }
 
     /// Logits of the rows in `wanted`.
     fn logits(
         &self,
         (mix, norm): (&HyperHead, &Buf),
-        streams: &[f32],
+        streams: &Buf,
         wanted: &[u32],
         out: &mut Logits,
     ) -> Result<(), ModelError> {
         let device = self.device.as_ref();
-        let width = STREAMS * self.spec.hidden;
-        let out = out.reset(wanted.len(), self.spec.vocab_size);
+        let (hidden, rows) = (self.spec.hidden, wanted.len());
+        let mut out = self.share.target(&self.device, rows, self.spec.vocab_size, out)?;
         if wanted.is_empty() {
             return Ok(());
         }
-        let picked: Vec<f32> =
-            wanted.iter().flat_map(|row| streams[*row as usize * width..][..width].iter().copied()).collect();
-        let x = device.upload(&mix.apply(device, &picked, wanted.len())?)?;
-        let rows: Vec<u32> = (0..wanted.len() as u32).collect();
+        let mut picked = device.scratch(rows * STREAMS * hidden)?;
+        device.gather_rows(streams, STREAMS * hidden, wanted, &mut picked)?;
+        let x = mix.apply(device, &picked, rows, hidden)?;
+        let rows: Vec<u32> = (0..rows as u32).collect();
         let head =
             Head { norm, weight: &self.net.head, vocab: self.spec.vocab_size, eps: self.net.eps, share: &self.share };
-        head.logits(device, &x, &rows, out)
+        head.logits(device, &x, &rows, &mut out)
     }
 
     /// One draft layer over the streams of the layer before it.
-    fn draft(
-        &self,
-        draft: &Draft,
-        step: &Step<'_>,
-        pools: &PoolSet,
-        streams: &[f32],
-        next: &[u32],
-    ) -> Result<Vec<f32>, ModelError> {
+    fn draft(&self, draft: &Draft, step: &V4Step<'_>, streams: &Buf, next: &[u32]) -> Result<Buf, ModelError> {
         let device = self.device.as_ref();
-        let (rows, hidden, eps) = (step.rows(), self.spec.hidden, self.net.eps);
+        let (rows, hidden, eps) = (step.step.rows(), self.spec.hidden, self.net.eps);
         let mut embedded = self.embed(next)?;
-        embedded.chunks_exact_mut(hidden).for_each(|row| rms_norm(row, Some(&draft.embedding_norm), eps));
-        let mut normed = streams.to_vec();
-        normed.chunks_exact_mut(hidden).for_each(|row| rms_norm(row, Some(&draft.stream_norm), eps));
-        let from_embedding = draft.from_embedding.to_host(device, &device.upload(&embedded)?, rows)?;
-        let mut x = draft.from_streams.to_host(device, &device.upload(&normed)?, rows * STREAMS)?;
-        for (row, x) in x.chunks_exact_mut(STREAMS * hidden).enumerate() {
-            for stream in x.chunks_exact_mut(hidden) {
-                stream.iter_mut().zip(&from_embedding[row * hidden..]).for_each(|(x, e)| *x += e);
-            }
-        }
-        draft.layer.apply((device, &self.share), step, pools, &mut x, eps)?;
+        device.norm_rows(&mut embedded, Some(&draft.embedding_norm), hidden, eps, rows)?;
+        let mut normed = device.scratch(rows * STREAMS * hidden)?;
+        let whole = Columns { stride: hidden, at: 0 };
+        device.copy_columns(streams, whole, &mut normed, whole, hidden, rows * STREAMS)?;
+        device.norm_rows(&mut normed, Some(&draft.stream_norm), hidden, eps, rows * STREAMS)?;
+        let from_embedding = draft.from_embedding.apply(device, &embedded, rows)?;
+        let mut x = draft.from_streams.apply(device, &normed, rows * STREAMS)?;
+        let each = in_all_streams(device, &from_embedding, rows, hidden)?;
+        device.add(&mut x, &each, rows * STREAMS * hidden)?;
+        draft.layer.apply(&self.share, step, &mut x, eps)?;
         Ok(x)
     }
 }
@@ -197,7 +181,7 @@ impl Model for DeepseekV4 {
     ) -> Result<(), ModelError> {
         check_pools(&self.spec.pools, pools)?;
         let step = self.check(batch, pools)?;
-        let streams = self.streams(&step, pools, hooks)?;
+        let streams = self.streams(&self.over(&step, pools), hooks)?;
         self.logits((&self.net.mix, &self.net.norm), &streams, &step.wanted, logits)
     }
 
@@ -223,9 +207,9 @@ impl Model for DeepseekV4 {
             let vocab = self.spec.vocab_size;
             return Err(ModelError::Batch(format!("next token {id} is not below the vocabulary's size, {vocab}")));
         }
-        let streams = self.streams(&step, pools, &NoHooks)?;
+        let streams = self.streams(&self.over(&step, pools), &NoHooks)?;
         self.logits((&self.net.mix, &self.net.norm), &streams, &step.wanted, logits)?;
-        let drafted = self.draft(layer, &step, draft.pools, &streams, draft.next)?;
+        let drafted = self.draft(layer, &self.over(&step, draft.pools), &streams, draft.next)?;
         self.logits((&layer.mix, &layer.norm), &drafted, &step.wanted, draft.logits)
     }
 }

@@ -10,6 +10,7 @@ use super::workspace::Workspace;
 use crate::families::blocks::Linear;
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{HEAD_ROWS, Rules, Step};
+use crate::logits::Target;
 use crate::{Batch, LayerHooks, Logits, Model, ModelError, ModelSpec, PooledChunk, Want};
 
 /// Work buffers kept for the next pass; more passes at a time make their own.
@@ -50,14 +51,15 @@ impl DenseModel {
         trace: Option<Trace<'_>>,
     ) -> Result<(), ModelError> {
         let input = Input::check(batch, pool.spec(), &self.spec)?;
-        let out = logits.reset(input.wanted.len(), self.spec.vocab_size);
+        let mut out = self.share.target(&self.device, input.wanted.len(), self.spec.vocab_size, logits)?;
         if input.ids.is_empty() {
             return Ok(());
         }
         let plan = self.device.plan(pool, &input.spans)?;
         let mut work = self.workspace(input.ids.len())?;
-        let result =
-            self.layers(&input, &plan, pool, hooks, &mut work, trace).and_then(|rows| self.head(&rows, &mut work, out));
+        let result = self
+            .layers(&input, &plan, pool, hooks, &mut work, trace)
+            .and_then(|rows| self.head(&rows, &mut work, &mut out));
         let mut kept = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() < KEPT_WORKSPACES {
             kept.push(work);
@@ -237,10 +239,10 @@ impl DenseModel {
     }
 
     /// Final norm and output matrix for the rows in `wanted`, into `out`.
-    fn head(&self, wanted: &[u32], work: &mut Workspace, out: &mut [f32]) -> Result<(), ModelError> {
+    fn head(&self, wanted: &[u32], work: &mut Workspace, out: &mut Target<'_>) -> Result<(), ModelError> {
         let device = self.device.as_ref();
         let Config { hidden, vocab, eps, .. } = self.config;
-        for (rows, out) in wanted.chunks(HEAD_ROWS).zip(out.chunks_mut(HEAD_ROWS * vocab)) {
+        for (index, rows) in wanted.chunks(HEAD_ROWS).enumerate() {
             device.gather_rows(&work.x, hidden, rows, &mut work.head_x)?;
             device.gather_rows(&work.delta, hidden, rows, &mut work.head_delta)?;
             device.add_rms_norm(
@@ -256,7 +258,7 @@ impl DenseModel {
                 rows.len(),
                 &mut [Projection { weight: self.weights.head(), bias: None, out: &mut work.logits }],
             )?;
-            self.share.gather_logits(device, &work.logits, rows.len(), vocab, out)?;
+            self.share.put_logits(device, &work.logits, (index * HEAD_ROWS, rows.len()), vocab, out)?;
         }
         Ok(())
     }
