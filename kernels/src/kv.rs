@@ -3,6 +3,7 @@
 use std::any::Any;
 
 use crate::error::KernelError;
+use crate::handle::handle;
 
 /// Element type of a KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -257,6 +258,50 @@ pub trait KvPool: Send + Sync {
         unsafe { self.copy_pages_in(pages)? };
         Ok(Box::new(Arrived))
     }
+
+    /// CRC-32C of the keys of each layer, then of the values of each layer, of each of `pages`, behind all operations of the device that were
+    /// called before. The bytes are taken token by token and of each the heads, or with `by_heads` head by head and of each the tokens. `None`
+    /// where the host can do it as well itself.
+    ///
+    /// # Errors
+    /// A page that is not there, a failure of the device.
+    fn checksums(&self, pages: &[u32], by_heads: bool) -> Result<Option<Vec<u32>>, KernelError> {
+        let _ = (pages, by_heads);
+        Ok(None)
+    }
+
+    /// The point behind all operations of the device that were called before.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn moment(&self) -> Result<Moment, KernelError> {
+        Ok(Moment::from_parts(Box::new(())))
+    }
+
+    /// Starts to copy one layer of pages from host memory, behind what was called before `moment`; what was called after it is not waited for,
+    /// so that layers come while earlier ones are computed with.
+    ///
+    /// # Safety
+    ///
+    /// As [`KvPool::begin_pages_in`], of that layer; and what was called after the moment does not touch that layer of the pages.
+    unsafe fn begin_layer_in(
+        &self,
+        moment: &Moment,
+        layer: usize,
+        pages: &[(u32, HostPage)],
+    ) -> Result<Box<dyn Transfer>, KernelError> {
+        let _ = moment;
+        for (page, host) in pages {
+            // SAFETY: the caller's promise.
+            unsafe { self.copy_layer_in(*page, layer, host)? };
+        }
+        Ok(Box::new(Arrived))
+    }
+}
+
+handle! {
+    /// A point in the order of a device's operations: behind all that were called before it was made.
+    Moment {}
 }
 
 /// Pages on their way between device and host. Dropping it waits for them.

@@ -54,11 +54,11 @@ pub trait PageMemory: Any + Send + Sync {
     /// A failure of the device.
     fn copy_in(&self, page: u32, layers: std::ops::Range<usize>, from: &[u8]) -> Result<(), KernelError>;
 
-    /// Copies all layers of page `from` to page `to`.
+    /// Copies layers of page `from` to page `to`.
     ///
     /// # Errors
     /// A failure of the device.
-    fn copy_page(&self, from: u32, to: u32) -> Result<(), KernelError>;
+    fn copy_page(&self, from: u32, to: u32, layers: std::ops::Range<usize>) -> Result<(), KernelError>;
 
     /// Writes zeros into all layers of a page.
     ///
@@ -200,17 +200,7 @@ impl PagePool {
     /// # Errors
     /// A page that the pool does not have.
     pub fn copy_page(&self, from: u32, to: u32) -> Result<(), KernelError> {
-        if let Memory::Device(memory) = &self.memory {
-            self.check(from, 0)?;
-            self.check(to, 0)?;
-            return if from == to { Ok(()) } else { memory.copy_page(from, to) };
-        }
-        for layer in 0..self.spec.layers {
-            let mut layer = self.write(layer)?;
-            let bytes = layer.page(from)?.to_vec();
-            layer.page(to)?.copy_from_slice(&bytes);
-        }
-        Ok(())
+        self.copy_page_layers(from, to, 0..self.spec.layers)
     }
 
     /// Copies one layer of page `from` to page `to` of the same pool.
@@ -218,9 +208,22 @@ impl PagePool {
     /// # Errors
     /// A layer or page that the pool does not have.
     pub fn copy_page_layer(&self, from: u32, to: u32, layer: usize) -> Result<(), KernelError> {
-        let mut pages = self.write(layer)?;
-        let bytes = pages.page(from)?.to_vec();
-        pages.page(to)?.copy_from_slice(&bytes);
+        self.copy_page_layers(from, to, layer..layer + 1)
+    }
+
+    fn copy_page_layers(&self, from: u32, to: u32, layers: std::ops::Range<usize>) -> Result<(), KernelError> {
+        if let Memory::Device(memory) = &self.memory {
+            for (page, layer) in [from, to].into_iter().flat_map(|page| layers.clone().map(move |layer| (page, layer)))
+            {
+                self.check(page, layer)?;
+            }
+            return if from == to { Ok(()) } else { memory.copy_page(from, to, layers) };
+        }
+        for layer in layers {
+            let mut layer = self.write(layer)?;
+            let bytes = layer.page(from)?.to_vec();
+            layer.page(to)?.copy_from_slice(&bytes);
+        }
         Ok(())
     }
 

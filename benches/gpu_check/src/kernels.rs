@@ -91,7 +91,8 @@ pub fn checks(small: bool) -> Vec<Check> {
     checks
 }
 
-fn numbers(seed: u64, len: usize) -> Vec<f32> {
+/// Numbers from -1 to 1.
+pub fn numbers(seed: u64, len: usize) -> Vec<f32> {
     let mut random = kvdock_tests::prompt::Random::new(seed);
     (0..len).map(|_| (random.number() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
 }

@@ -4,6 +4,7 @@
 //! prints a table of timings. `cargo xtask gpu-check` builds and runs it; `cargo xtask gpu-bundle` makes a folder with it that needs nothing but
 //! an NVIDIA driver.
 
+mod cublas;
 mod kernels;
 mod served;
 mod table;
@@ -71,6 +72,9 @@ fn units() -> Vec<Unit> {
         if *dtype != KvDtype::F32 && dim_k % 16 == 0 && dim_v % 16 == 0 {
             units.push(Unit::Prefill { dtype: *dtype, dim_k, dim_v });
         }
+        if *dtype != KvDtype::F32 && dim_k % 64 == 0 && dim_v % 64 == 0 {
+            units.push(Unit::PrefillHopper { dtype: *dtype, dim_k, dim_v });
+        }
         units.extend(groups.iter().map(|group| Unit::Decode { dtype: *dtype, dim_k, dim_v, group: *group }));
     }
     units.extend([
@@ -124,7 +128,7 @@ const FAMILIES: [(&str, bool); 10] = [
 fn make_code(folder: &std::path::Path) -> Result<(), String> {
     for architecture in ARCHITECTURES {
         let cubins = Cubins::new(architecture, kvdock_cuda::compiler(&Search::usual(), None), None, None);
-        for unit in units() {
+        for unit in units().into_iter().filter(|unit| unit.is_for(architecture)) {
             let path = cubins.make_ready(unit, folder).map_err(|error| error.to_string())?;
             println!("{}", path.display());
         }
@@ -176,7 +180,11 @@ fn check(arguments: &Arguments) -> Result<(), String> {
         let device = open(Arithmetic::Fast)?;
         let mut table = Table::new(device.name());
         match timings::measure(device.as_ref(), arguments.device, &mut table) {
-            Ok(()) => torch::measure(&mut table),
+            Ok(()) => {
+                let compared = cublas::measure(device.as_ref(), arguments.device, &mut table);
+                judge("a product beside cuBLASLt".to_owned(), compared.map(|()| "as the table says".to_owned()));
+                torch::measure(&mut table);
+            }
             Err(reason) => judge("timings".to_owned(), Err(reason)),
         }
         println!("\n{}", table.text());

@@ -7,7 +7,7 @@ use super::device::{Arithmetic, CudaDevice, product, shape, size};
 use super::driver::{Access, Arg, DevicePtr, Touch};
 use super::memory::{DeviceMemory, Queue};
 use super::module::Extent;
-use super::plan::CudaPlan;
+use super::plan::{CudaPlan, TileKind};
 use super::pool::CudaKvPool;
 use super::units::Unit;
 use kvdock_kernels::KernelError;
@@ -18,6 +18,10 @@ use kvdock_kernels::{KvDtype, KvPool, KvSpec};
 const SPLIT_TOKENS: usize = 256;
 /// Bytes that splits of one launch may leave for the merge; more rows take several launches.
 pub(super) const PARTIAL_BYTES: usize = 64 << 20;
+/// Pairs of a row and a head that a block of the prefill kernel takes.
+const PAIRS: usize = 64;
+/// The same of the kernel for sm_90a.
+const HOPPER_PAIRS: usize = 128;
 /// The widest head that the kernels take.
 const MAX_DIM: usize = 256;
 
@@ -92,14 +96,22 @@ impl CudaDevice {
     /// Rows in tiles, on tensor cores: those of sequences with several rows, or all.
     fn in_tiles(&self, call: &Call<'_>, all: bool, queue: &Queue) -> Result<(), KernelError> {
         let op = "attention";
-        let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, page_tokens, dtype, .. } = *call.pool.spec();
-        let tiles = call.plan.tiles(call.heads / kv_heads, all, &self.blocks, &self.uploads, queue)?;
+        let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, page_tokens, dtype, pages, .. } = *call.pool.spec();
+        // The pool decides, not the step: a row's bits are those of one kernel.
+        let maps = call.pool.maps(queue)?;
+        let pairs = if maps.is_some() { HOPPER_PAIRS } else { PAIRS };
+        let kind = TileKind { group: call.heads / kv_heads, pairs, decodes_too: all };
+        let tiles = call.plan.tiles(kind, &self.blocks, &self.uploads, queue)?;
         let (keys, values) = call.pool.layer(call.layer);
         let rows = call.plan.rows();
-        let args = [
+        let [of_keys, of_values] = match &maps {
+            Some(maps) => maps.args(),
+            None => [Arg::Address(keys), Arg::Address(values)],
+        };
+        let mut args = vec![
             Arg::read(call.q, 4 * rows * call.heads * dk),
-            Arg::Address(keys),
-            Arg::Address(values),
+            of_keys,
+            of_values,
             call.plan.tables(),
             call.plan.seqs(),
             tiles.arg(),
@@ -111,16 +123,27 @@ impl CudaDevice {
             Arg::U32(call.window),
             Arg::F32(call.scale),
         ];
-        // Two buffers of keys and values, and wide queries.
-        let keys_at_once = if dk.max(dv) > 128 { 32 } else { 64 };
-        let queries = if dk > 128 { 64 * (dk + 8) } else { 0 };
-        let shared = 2 * (2 * keys_at_once * (dk + 8 + dv + 8) + queries);
-        let unit = Unit::Prefill { dtype, dim_k: dk as u32, dim_v: dv as u32 };
-        let extent = Extent { grid: [tiles.count, kv_heads, 1], threads: 128, shared };
+        let (dim_k, dim_v) = (dk as u32, dv as u32);
+        let grid = [tiles.count, kv_heads, 1];
+        let (unit, name, extent) = match &maps {
+            Some(maps) => {
+                args.extend([size(op, "pages", call.layer * pages)?, Arg::U32(maps.box_rows)]);
+                // Two places for keys and values, queries, six barriers; from a multiple of 1024 on.
+                let keys_at_once = if dk.max(dv) > 128 { 64 } else { 128 };
+                let shared = 1024 + 2 * (2 * keys_at_once * (dk + dv) + HOPPER_PAIRS * dk) + 48;
+                let unit = Unit::PrefillHopper { dtype, dim_k, dim_v };
+                (unit, "paged_prefill_hopper", Extent { grid, threads: 384, shared })
+            }
+            None => {
+                // Two buffers of keys and values, and wide queries.
+                let keys_at_once = if dk.max(dv) > 128 { 32 } else { 64 };
+                let queries = if dk > 128 { PAIRS * (dk + 8) } else { 0 };
+                let shared = 2 * (2 * keys_at_once * (dk + 8 + dv + 8) + queries);
+                (Unit::Prefill { dtype, dim_k, dim_v }, "paged_prefill", Extent { grid, threads: 128, shared })
+            }
+        };
         // SAFETY: plan and pool belong together, so tables and tiles name what is there; the buffers have room for all rows.
-        unsafe {
-            self.kernels.launch_touching(unit, "paged_prefill", extent, &args, &|tell| call.pages(tell, 0..rows), queue)
-        }
+        unsafe { self.kernels.launch_touching(unit, name, extent, &args, &|tell| call.pages(tell, 0..rows), queue) }
     }
 
     /// Rows one by one, with their keys in splits that are merged.

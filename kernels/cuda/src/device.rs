@@ -158,7 +158,7 @@ impl CudaDevice {
         Ok(Self {
             id: next_id(),
             name: format!("cuda {} ({}, {})", gpu.ordinal, gpu.name, gpu.architecture()),
-            numerics_id: format!("cuda-{}-{}-1", gpu.architecture(), arithmetic.name()),
+            numerics_id: format!("cuda-{}-{}-2", gpu.architecture(), arithmetic.name()),
             arithmetic,
             kernels,
             uploads: Arc::new(Uploads::new(&driver)),

@@ -111,6 +111,25 @@ pub struct Touch {
     pub access: Access,
 }
 
+/// Bytes of what [`Driver::row_map`] makes.
+pub const MAP_BYTES: usize = 128;
+/// Elements of a row that a box of a [`RowMap`] is wide.
+pub const BOX_ELEMENTS: usize = 64;
+
+/// Rows of 16-bit elements, one after another, and the boxes that are copied of them: so many rows high, [`BOX_ELEMENTS`] elements wide, with
+/// the 16 bytes at place c of a box's row r at place `c ^ (r % 8)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowMap {
+    /// First byte, a multiple of 16.
+    pub at: DevicePtr,
+    /// Rows.
+    pub rows: u64,
+    /// Elements of a row, a multiple of [`BOX_ELEMENTS`].
+    pub row_elements: u32,
+    /// Rows of a box, 256 at most.
+    pub box_rows: u32,
+}
+
 /// An argument of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arg {
@@ -278,6 +297,10 @@ pub trait Driver: Send + Sync {
     /// # Safety
     /// The range is valid and stays so until this has run; nothing that is not ordered uses it.
     unsafe fn fill(&self, at: DevicePtr, value: u8, bytes: usize, stream: Stream) -> DriverResult<()>;
+
+    /// Describes rows of memory to kernels that copy boxes of them: [`MAP_BYTES`] bytes, which they read from the device's memory. For GPUs of
+    /// compute capability 9.0 or later.
+    fn row_map(&self, map: RowMap) -> DriverResult<[u8; MAP_BYTES]>;
 
     /// Loads machine code.
     fn load(&self, image: &[u8]) -> DriverResult<Module>;

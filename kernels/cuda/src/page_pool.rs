@@ -147,9 +147,9 @@ impl PageMemory for CudaPages {
         self.staged(op, from.len(), before, copy, |_| ())
     }
 
-    fn copy_page(&self, from: u32, to: u32) -> Result<(), KernelError> {
+    fn copy_page(&self, from: u32, to: u32, mut layers: Range<usize>) -> Result<(), KernelError> {
         let queue = self.compute.enter();
-        (0..self.spec.layers).try_for_each(|layer| {
+        layers.try_for_each(|layer| {
             let (to, from) = (self.page_at(layer, to), self.page_at(layer, from));
             // SAFETY: both lie within the pool and are different pages; what uses them is ordered by the queue, or behind it.
             unsafe { self.driver.on_device(to, from, self.spec.page_bytes, queue.id()) }.map_err(failed("copy_page"))

@@ -10,9 +10,6 @@ use kvdock_kernels::SeqSpan;
 use kvdock_kernels::StepPlan;
 use std::sync::Arc;
 
-/// Pairs of a row and a head in a tile of the prefill kernel.
-const TILE: usize = 64;
-
 /// A checked step, and its arrays on the device: for each row its position, the slot of its key and value, and where its sequence's page table
 /// starts; for each sequence its first row, rows, first position and page table; the page tables.
 pub(super) struct CudaPlan {
@@ -22,11 +19,22 @@ pub(super) struct CudaPlan {
     block: Block,
     /// Bytes of the block in use.
     bytes: usize,
-    /// Tiles of the prefill kernel by group.
-    tiles: Mutex<Vec<(usize, Arc<Tiles>)>>,
+    /// Tiles of the prefill kernels.
+    tiles: Mutex<Vec<(TileKind, Arc<Tiles>)>>,
 }
 
-/// Tiles of the prefill kernel.
+/// Which tiles there are to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TileKind {
+    /// Query heads a KV head.
+    pub(super) group: usize,
+    /// Pairs of a row and a head in a tile.
+    pub(super) pairs: usize,
+    /// Also for sequences of one row.
+    pub(super) decodes_too: bool,
+}
+
+/// Tiles of a prefill kernel.
 pub(super) struct Tiles {
     block: Block,
     pub(super) count: usize,
@@ -122,24 +130,22 @@ impl CudaPlan {
         self.part(first, self.bytes / 4 - first)
     }
 
-    /// The tiles for `group` query heads a KV head, of the sequences that `wanted` picks. They are made when they are first asked for.
+    /// The tiles of a kind. They are made when they are first asked for.
     pub(super) fn tiles(
         &self,
-        group: usize,
-        decodes_too: bool,
+        kind: TileKind,
         blocks: &Arc<Blocks>,
         uploads: &Uploads,
         queue: &Queue,
     ) -> Result<Arc<Tiles>, KernelError> {
-        let key = group * 2 + usize::from(decodes_too);
         let mut made = self.tiles.lock();
-        if let Some((_, tiles)) = made.iter().find(|(known, _)| *known == key) {
+        if let Some((_, tiles)) = made.iter().find(|(known, _)| *known == kind) {
             return Ok(Arc::clone(tiles));
         }
         let mut words = Vec::new();
         for (index, span) in self.checked.spans.iter().enumerate() {
-            if decodes_too || span.rows.len() > 1 {
-                let firsts = (0..span.rows.len() * group).step_by(TILE);
+            if kind.decodes_too || span.rows.len() > 1 {
+                let firsts = (0..span.rows.len() * kind.group).step_by(kind.pairs.max(1));
                 words.extend(firsts.flat_map(|first| [index as u32, first as u32]));
             }
         }
@@ -147,7 +153,7 @@ impl CudaPlan {
         // SAFETY: the block is as long as the words, and all of its uses are ordered by the queue.
         unsafe { uploads.send(&as_bytes(&words), block.at(), queue, "plan")? };
         let tiles = Arc::new(Tiles { block, count: words.len() / 2 });
-        made.push((key, Arc::clone(&tiles)));
+        made.push((kind, Arc::clone(&tiles)));
         Ok(tiles)
     }
 }

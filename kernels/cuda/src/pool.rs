@@ -5,6 +5,10 @@
 //! whatever is queued later sees it. Host memory that was told to [`KvPool::pin_host`] is read and written by the GPU itself; other memory
 //! by way of a pinned page.
 
+mod checksums;
+mod maps;
+mod transfers;
+
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +23,8 @@ use super::order::Order;
 use super::staging;
 use super::units::Unit;
 use kvdock_kernels::KernelError;
-use kvdock_kernels::{Arrived, HostPage, KvPool, KvSpec, Transfer};
+use kvdock_kernels::{Arrived, HostPage, KvPool, KvSpec, Moment, Transfer};
+use maps::RowMaps;
 
 /// Copies in each direction that run at a time.
 const LANES: usize = 2;
@@ -39,6 +44,10 @@ pub(super) struct CudaKvPool {
     keys: DeviceMemory,
     values: DeviceMemory,
     pinned: RwLock<Vec<Pinned>>,
+    /// Memory for the jobs of transfers.
+    spare: Arc<Mutex<Vec<DeviceMemory>>>,
+    /// What kernels that copy boxes of rows are told of keys and values, from when it is first asked for.
+    maps: Mutex<Option<Arc<RowMaps>>>,
     out: Lanes,
     into: Lanes,
 }
@@ -72,6 +81,8 @@ struct Lane {
     jobs: DeviceMemory,
     /// A page on its way to or from host memory that the GPU does not reach.
     page: Option<PinnedMemory>,
+    /// Checksums of pages of a launch, and where they come to.
+    sums: Option<(DeviceMemory, PinnedMemory)>,
 }
 
 impl Lanes {
@@ -82,6 +93,7 @@ impl Lanes {
                 ready: Mark::new(driver)?,
                 jobs: DeviceMemory::new(driver, BATCH * JOB_BYTES, "the jobs of page copies")?,
                 page: None,
+                sums: None,
             }))
         };
         Ok(Self { lanes: [lane()?, lane()?], next: AtomicUsize::new(0) })
@@ -134,6 +146,8 @@ impl CudaKvPool {
             keys,
             values,
             pinned: RwLock::default(),
+            spare: Arc::default(),
+            maps: Mutex::default(),
             out: Lanes::new(driver, false)?,
             // Somebody waits for what is loaded.
             into: Lanes::new(driver, true)?,
@@ -377,88 +391,6 @@ impl CudaKvPool {
     }
 }
 
-/// Pages on their way, on a lane's queue.
-struct CudaTransfer {
-    compute: Arc<Order>,
-    /// What has been copied: layer by layer, or all at once.
-    marks: Vec<Mark>,
-    /// What the copies read.
-    _jobs: DeviceMemory,
-}
-
-impl Transfer for CudaTransfer {
-    fn before_layer(&self, layer: usize) -> Result<(), KernelError> {
-        match self.marks.get(layer).or(self.marks.last()) {
-            Some(mark) => self.compute.enter().wait(mark, "before_layer"),
-            None => Ok(()),
-        }
-    }
-
-    fn is_done(&self) -> Result<bool, KernelError> {
-        self.marks.last().map_or(Ok(true), |mark| mark.is_done("a transfer of pages"))
-    }
-
-    fn wait(&self) -> Result<(), KernelError> {
-        self.marks.last().map_or(Ok(()), |mark| mark.wait_here("a transfer of pages"))
-    }
-}
-
-impl Drop for CudaTransfer {
-    fn drop(&mut self) {
-        if let Err(error) = self.wait() {
-            tracing::warn!(%error, "pages on their way could not be waited for");
-        }
-    }
-}
-
-impl CudaKvPool {
-    /// Queues copies of pages that the GPU reaches, with an event behind each of `steps`; `None` where it does not reach them all, or their
-    /// strides differ.
-    ///
-    /// # Safety
-    /// As [`CudaKvPool::copy`], until the transfer has been waited for.
-    unsafe fn begin(
-        &self,
-        op: &'static str,
-        way: Way,
-        pages: &[(u32, HostPage)],
-        steps: &[Range<usize>],
-    ) -> Result<Option<CudaTransfer>, KernelError> {
-        let all = 0..self.spec.layers;
-        for (page, _) in pages {
-            self.check(op, *page, &all)?;
-        }
-        let Some((_, first)) = pages.first() else { return Ok(None) };
-        let alike = |host: &HostPage| staging::strides(host) == staging::strides(first);
-        let job = |(page, host): &(u32, HostPage)| {
-            let (k, v) = self.seen(host).filter(|_| alike(host))?;
-            Some(Job { page: *page, k, v })
-        };
-        let Some(jobs) = pages.iter().map(job).collect::<Option<Vec<_>>>() else { return Ok(None) };
-        let memory = DeviceMemory::new(&self.driver, jobs.len() * JOB_BYTES, "the jobs of page copies")?;
-        let lanes = if way == Way::Out { &self.out } else { &self.into };
-        let lane = lanes.take();
-        lane.ready.record(&self.compute.enter(), op)?;
-        lane.queue.wait(&lane.ready, op)?;
-        // Whatever comes of it, what has been queued is waited for when this is dropped, before the jobs are.
-        let mut transfer = CudaTransfer { compute: Arc::clone(&self.compute), marks: Vec::new(), _jobs: memory };
-        let at = (&lane.queue, transfer._jobs.at());
-        // SAFETY: the memory has room for the jobs, which only this queue uses.
-        unsafe { self.uploads.send(&words(&jobs), at.1, at.0, op)? };
-        for layers in steps {
-            let mark = Mark::new(&self.driver)?;
-            // SAFETY: the caller's promise.
-            let queued = unsafe { self.launch_sent(way, at, &jobs, first, layers.clone()) };
-            let marked = mark.record(at.0, op);
-            if marked.is_ok() {
-                transfer.marks.push(mark);
-            }
-            queued.and(marked)?;
-        }
-        Ok(Some(transfer))
-    }
-}
-
 impl KvPool for CudaKvPool {
     fn spec(&self) -> &KvSpec {
         &self.spec
@@ -516,7 +448,7 @@ impl KvPool for CudaKvPool {
     unsafe fn begin_pages_out(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
         let whole = 0..self.spec.layers;
         // SAFETY: the caller's promise.
-        match unsafe { self.begin("begin_pages_out", Way::Out, pages, std::slice::from_ref(&whole))? } {
+        match unsafe { self.begin("begin_pages_out", Way::Out, pages, std::slice::from_ref(&whole), None)? } {
             Some(transfer) => Ok(Box::new(transfer)),
             // SAFETY: the caller's promise.
             None => unsafe { self.copy_pages_out(pages) }.map(|()| Box::new(Arrived) as Box<dyn Transfer>),
@@ -526,10 +458,46 @@ impl KvPool for CudaKvPool {
     unsafe fn begin_pages_in(&self, pages: &[(u32, HostPage)]) -> Result<Box<dyn Transfer>, KernelError> {
         let steps: Vec<Range<usize>> = (0..self.spec.layers).map(|layer| layer..layer + 1).collect();
         // SAFETY: the caller's promise.
-        match unsafe { self.begin("begin_pages_in", Way::Into, pages, &steps)? } {
+        match unsafe { self.begin("begin_pages_in", Way::Into, pages, &steps, None)? } {
             Some(transfer) => Ok(Box::new(transfer)),
             // SAFETY: the caller's promise.
             None => unsafe { self.copy_pages_in(pages) }.map(|()| Box::new(Arrived) as Box<dyn Transfer>),
+        }
+    }
+
+    fn checksums(&self, pages: &[u32], by_heads: bool) -> Result<Option<Vec<u32>>, KernelError> {
+        let all = 0..self.spec.layers;
+        pages.iter().try_for_each(|page| self.check("checksums", *page, &all))?;
+        let mut sums = Vec::with_capacity(2 * self.spec.layers * pages.len());
+        pages.chunks(BATCH).try_for_each(|pages| self.sum_up(pages, by_heads, &mut sums))?;
+        Ok(Some(sums))
+    }
+
+    fn moment(&self) -> Result<Moment, KernelError> {
+        let mark = Mark::new(&self.driver)?;
+        mark.record(&self.compute.enter(), "moment")?;
+        Ok(Moment::from_parts(Box::new(mark)))
+    }
+
+    unsafe fn begin_layer_in(
+        &self,
+        moment: &Moment,
+        layer: usize,
+        pages: &[(u32, HostPage)],
+    ) -> Result<Box<dyn Transfer>, KernelError> {
+        let op = "begin_layer_in";
+        let step = layer..layer + 1;
+        // A moment of another device says nothing: then everything is waited for.
+        // SAFETY: the caller's promise.
+        match unsafe { self.begin(op, Way::Into, pages, std::slice::from_ref(&step), moment.downcast_ref())? } {
+            Some(transfer) => Ok(Box::new(transfer)),
+            None => {
+                for (page, host) in pages {
+                    // SAFETY: the caller's promise.
+                    unsafe { self.copy_layer_in(*page, layer, host)? };
+                }
+                Ok(Box::new(Arrived))
+            }
         }
     }
 }

@@ -7,7 +7,8 @@ use cudarc::driver::sys;
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_NOW};
 
 use super::driver::{
-    DevicePtr, Driver, DriverError, DriverResult, Event, Function, GpuInfo, Graph, Launch, Module, Stream,
+    BOX_ELEMENTS, DevicePtr, Driver, DriverError, DriverResult, Event, Function, GpuInfo, Graph, Launch, MAP_BYTES,
+    Module, RowMap, Stream,
 };
 use super::find::{Library, Search};
 
@@ -48,7 +49,7 @@ fn start(search: &Search) -> Result<(), String> {
 const NAME: &str = "libcuda.so.1";
 
 /// Every function that is called.
-const NEEDED: [&str; 46] = [
+const NEEDED: [&str; 47] = [
     "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
     "cuDeviceGet",
@@ -95,6 +96,7 @@ const NEEDED: [&str; 46] = [
     "cuStreamEndCapture",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuTensorMapEncodeTiled",
 ];
 
 fn load(search: &Search) -> Result<(), String> {
@@ -381,6 +383,33 @@ impl Driver for CudaDriver {
     unsafe fn fill(&self, at: DevicePtr, value: u8, bytes: usize, stream: Stream) -> DriverResult<()> {
         self.enter()?;
         call!(cuMemsetD8Async(at, value, bytes, stream_of(stream)))
+    }
+
+    fn row_map(&self, map: RowMap) -> DriverResult<[u8; MAP_BYTES]> {
+        self.enter()?;
+        let mut made = sys::CUtensorMap { opaque: [0; 16] };
+        let sizes = [u64::from(map.row_elements), map.rows];
+        let strides = [2 * u64::from(map.row_elements)];
+        let (of_box, steps) = ([BOX_ELEMENTS as u32, map.box_rows], [1, 1]);
+        call!(cuTensorMapEncodeTiled(
+            &raw mut made,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            std::ptr::with_exposed_provenance_mut(map.at as usize),
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            of_box.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ))?;
+        let mut bytes = [0; MAP_BYTES];
+        for (to, word) in bytes.chunks_exact_mut(8).zip(made.opaque) {
+            to.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(bytes)
     }
 
     fn load(&self, image: &[u8]) -> DriverResult<Module> {

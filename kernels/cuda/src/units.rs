@@ -41,6 +41,15 @@ pub enum Unit {
         /// Elements of a value.
         dim_v: u32,
     },
+    /// The same by products of warpgroups and bulk copies, for sm_90a alone.
+    PrefillHopper {
+        /// Element type of the pool.
+        dtype: KvDtype,
+        /// Elements of a key.
+        dim_k: u32,
+        /// Elements of a value.
+        dim_v: u32,
+    },
     /// Embeddings and products with few rows, of all weight formats.
     Gguf,
     /// Matrix products on tensor cores.
@@ -52,6 +61,8 @@ pub enum Unit {
     },
     /// Pages between device and host.
     PageCopy,
+    /// Checksums of pages.
+    Seal,
     /// Routers, and what goes with experts.
     Moe,
     /// Weights of eight and four bits.
@@ -92,9 +103,11 @@ impl Unit {
             Self::KvWrite => "kv.cu",
             Self::Decode { .. } => "decode.cu",
             Self::Prefill { .. } => "prefill.cu",
+            Self::PrefillHopper { .. } => "prefill_hopper.cu",
             Self::Gguf => "gguf.cu",
             Self::Matmul { .. } => "matmul.cu",
             Self::PageCopy => "page_copy.cu",
+            Self::Seal => "seal.cu",
             Self::Moe => "moe.cu",
             Self::Narrow => "narrow.cu",
             Self::Rows => "rows.cu",
@@ -121,7 +134,7 @@ impl Unit {
                 format!("-DDIM_V={dim_v}"),
                 format!("-DGROUP={group}"),
             ],
-            Self::Prefill { dtype, dim_k, dim_v } => {
+            Self::Prefill { dtype, dim_k, dim_v } | Self::PrefillHopper { dtype, dim_k, dim_v } => {
                 vec![format!("-DKV_TYPE={}", kv(dtype)), format!("-DDIM_K={dim_k}"), format!("-DDIM_V={dim_v}")]
             }
             Self::Matmul { format, parts } => {
@@ -143,6 +156,11 @@ impl Unit {
             }
             _ => Vec::new(),
         }
+    }
+
+    /// Whether there is code of it for an architecture (`sm_90a`).
+    pub fn is_for(self, architecture: &str) -> bool {
+        !matches!(self, Self::PrefillHopper { .. }) || architecture == "sm_90a"
     }
 
     /// All options but the architecture.
@@ -179,7 +197,9 @@ impl Unit {
         let stem = self.file().trim_end_matches(".cu");
         match self {
             Self::Decode { dtype, dim_k, dim_v, group } => format!("{stem}-{}-{dim_k}-{dim_v}-{group}", dtype.name()),
-            Self::Prefill { dtype, dim_k, dim_v } => format!("{stem}-{}-{dim_k}-{dim_v}", dtype.name()),
+            Self::Prefill { dtype, dim_k, dim_v } | Self::PrefillHopper { dtype, dim_k, dim_v } => {
+                format!("{stem}-{}-{dim_k}-{dim_v}", dtype.name())
+            }
             Self::Matmul { format, parts } => format!("{stem}-{}-{parts}", format_name(format)),
             Self::Latent { format, width, value } => {
                 let row = match format {
@@ -229,11 +249,13 @@ mod tests {
             decode(1),
             decode(2),
             Unit::Prefill { dtype: KvDtype::BF16, dim_k: 64, dim_v: 64 },
+            Unit::PrefillHopper { dtype: KvDtype::BF16, dim_k: 64, dim_v: 64 },
             Unit::Gguf,
             matmul(WeightFormat::Q4_1, 2),
             matmul(WeightFormat::Q4_1, 1),
             matmul(WeightFormat::Q6_K, 1),
             Unit::PageCopy,
+            Unit::Seal,
             Unit::Moe,
             Unit::Narrow,
             Unit::Rows,

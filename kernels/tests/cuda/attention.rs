@@ -35,6 +35,14 @@ struct Step {
     /// Where each sequence's table starts.
     starts: Vec<u32>,
     want: Vec<f32>,
+    /// Rows of the pool's keys, and of its values.
+    rows_of_pool: u64,
+}
+
+/// Sequences and tiles of a prefill kernel.
+struct Tiles {
+    seqs: Vec<u32>,
+    tiles: Vec<u32>,
 }
 
 fn encode(dtype: KvDtype, x: f32) -> Vec<u8> {
@@ -152,7 +160,8 @@ impl Case {
             Some(sinks) => Some(gpu.memory(&sinks)?),
             None => None,
         };
-        Ok(Step { gpu, q, keys, values, tables, sinks, starts, want })
+        let rows_of_pool = (pages * self.kv_heads * self.page_tokens) as u64;
+        Ok(Step { gpu, q, keys, values, tables, sinks, starts, want, rows_of_pool })
     }
 
     /// Runs the decode kernels on the rows in launches of `at_once`; gives what they make and what the CPU makes.
@@ -163,7 +172,7 @@ impl Case {
         split: u32,
         at_once: usize,
     ) -> Result<(Vec<f32>, Vec<f32>), String> {
-        let Step { mut gpu, q, keys, values, tables, sinks, starts, want } = self.step(program)?;
+        let Step { mut gpu, q, keys, values, tables, sinks, starts, want, .. } = self.step(program)?;
         let (rows, (dk, dv)) = (self.rows(), self.dims);
         let mut positions = Vec::new();
         let mut row_tables = Vec::new();
@@ -235,20 +244,8 @@ impl Case {
 
     /// The same for the prefill kernel; each sequence's rows come in chunks of `chunk`.
     pub fn prefill_in_chunks(&self, program: &Program, chunk: u32) -> Result<(Vec<f32>, Vec<f32>), String> {
-        let Step { mut gpu, q, keys, values, tables, sinks, starts, want } = self.step(program)?;
-        let group = self.heads / self.kv_heads;
-        let (mut seqs, mut tiles, mut first) = (Vec::new(), Vec::new(), 0);
-        for ((start, len), table) in self.seqs.iter().zip(&starts) {
-            for at in (0..*len).step_by(chunk as usize) {
-                let rows = chunk.min(len - at);
-                let index = seqs.len() as u32 / 4;
-                seqs.extend([first, rows, start + at, *table]);
-                first += rows;
-                for tile in (0..rows * group as u32).step_by(64) {
-                    tiles.extend([index, tile]);
-                }
-            }
-        }
+        let Step { mut gpu, q, keys, values, tables, sinks, starts, want, .. } = self.step(program)?;
+        let Tiles { seqs, tiles } = self.tiles(&starts, chunk, 64);
         let count = tiles.len() as u32 / 2;
         let (seqs, tiles) = (gpu.memory(&seqs)?, gpu.memory(&tiles)?);
         let out = gpu.poison(want.len())?;
@@ -276,6 +273,72 @@ impl Case {
 
     pub fn prefill(&self, program: &Program) -> Result<(Vec<f32>, Vec<f32>), String> {
         self.prefill_in_chunks(program, u32::MAX)
+    }
+
+    pub fn hopper_program(&self) -> Program {
+        let macros = self.macros();
+        Program::of("prefill_hopper.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// As `prefill_in_chunks`, by the kernel for sm_90a.
+    pub fn hopper_in_chunks(&self, program: &Program, chunk: u32) -> Result<(Vec<f32>, Vec<f32>), String> {
+        let Step { mut gpu, q, keys, values, tables, sinks, starts, want, rows_of_pool } = self.step(program)?;
+        let Tiles { seqs, tiles } = self.tiles(&starts, chunk, 128);
+        let count = tiles.len() as u32 / 2;
+        let (dk, dv) = self.dims;
+        let box_rows = 1 << self.page_tokens.trailing_zeros().min(6);
+        let mut map = |memory: Memory, dim: usize| {
+            let mut words = [0u64; 16];
+            words[1..4].copy_from_slice(&[rows_of_pool, dim as u64, box_rows]);
+            let map = gpu.memory(&words)?;
+            gpu.point(map, 0, memory, 0)?;
+            Ok::<_, String>(map)
+        };
+        let (of_keys, of_values) = (map(keys, dk)?, map(values, dv)?);
+        let (seqs, tiles) = (gpu.memory(&seqs)?, gpu.memory(&tiles)?);
+        let out = gpu.poison(want.len())?;
+        let keys_at_once = if dk.max(dv) > 128 { 64 } else { 128 };
+        let shared = 1024 + 2 * (2 * keys_at_once * (dk + dv) + 128 * dk) + 48;
+        gpu.launch(
+            "paged_prefill_hopper",
+            Grid([count, self.kv_heads as u32, 1], 384, shared as u32),
+            args![
+                q,
+                of_keys,
+                of_values,
+                tables,
+                seqs,
+                tiles,
+                sinks,
+                out,
+                self.heads as u32,
+                self.kv_heads as u32,
+                self.page_tokens as u32,
+                self.window.unwrap_or(0),
+                self.scale(),
+                0u32,
+                box_rows as u32
+            ],
+        )?;
+        Ok((gpu.read(out)?, want))
+    }
+
+    /// Sequences and tiles of `pairs` pairs, each sequence's rows in chunks of `chunk`.
+    fn tiles(&self, starts: &[u32], chunk: u32, pairs: usize) -> Tiles {
+        let group = self.heads / self.kv_heads;
+        let (mut seqs, mut tiles, mut first) = (Vec::new(), Vec::new(), 0);
+        for ((start, len), table) in self.seqs.iter().zip(starts) {
+            for at in (0..*len).step_by(chunk as usize) {
+                let rows = chunk.min(len - at);
+                let index = seqs.len() as u32 / 4;
+                seqs.extend([first, rows, start + at, *table]);
+                first += rows;
+                for tile in (0..rows * group as u32).step_by(pairs) {
+                    tiles.extend([index, tile]);
+                }
+            }
+        }
+        Tiles { seqs, tiles }
     }
 }
 
@@ -423,4 +486,72 @@ fn prefill_of_a_long_sequence() {
     let case = Case { seqs: vec![(1900, 150)], page_tokens: 64, window: Some(1000), ..prefill_case(KvDtype::F16) };
     let (got, want) = case.prefill(&case.prefill_program()).unwrap();
     near("long prefill", &got, &want, tolerance(case.dtype)).unwrap();
+}
+
+/// Heads that the kernel for sm_90a takes, of which several share keys, in pages that are smaller than its boxes and larger.
+pub fn hopper_case(dtype: KvDtype) -> Case {
+    let seqs = vec![(0, 1), (0, 40), (30, 70), (290, 3)];
+    Case { dims: (64, 64), heads: 4, kv_heads: 2, page_tokens: 24, seqs, ..small(dtype) }
+}
+
+/// Prefill by the kernel for sm_90a with and without a window: what `faults` plants faults in.
+pub fn hopper_small(program: &Program) -> Checked {
+    hopper_with(program, &[None, Some(20)])
+}
+
+fn hopper_with(program: &Program, windows: &[Option<u32>]) -> Checked {
+    for &window in windows {
+        for sinks in [false, true] {
+            // Odd and even seeds: copies and products come early and late.
+            let case = Case { window, sinks, seed: 4 + u64::from(sinks), ..hopper_case(KvDtype::F16) };
+            let (got, want) = case.hopper_in_chunks(program, u32::MAX)?;
+            near(&format!("hopper, window {window:?}, sinks {sinks}"), &got, &want, tolerance(case.dtype))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn prefill_for_sm_90a_is_attention_of_the_cpu() {
+    hopper_with(&hopper_case(KvDtype::F16).hopper_program(), &[None, Some(1), Some(20), Some(140)]).unwrap();
+}
+
+#[test]
+fn prefill_for_sm_90a_takes_every_head_that_it_should() {
+    for (dtype, dims, heads, kv_heads, page_tokens) in [
+        (KvDtype::BF16, (128, 128), 8, 2, 16),
+        (KvDtype::F16, (64, 64), 3, 3, 8),
+        (KvDtype::BF16, (192, 128), 2, 1, 64),
+        (KvDtype::F16, (256, 256), 1, 1, 128),
+        (KvDtype::BF16, (64, 192), 2, 1, 40),
+    ] {
+        let seqs = vec![(0, 9), (165, 5), (3, 1)];
+        let case = Case { dtype, dims, heads, kv_heads, page_tokens, seqs, ..small(dtype) };
+        let (got, want) = case.hopper_in_chunks(&case.hopper_program(), u32::MAX).unwrap();
+        near(&format!("{dtype:?} {dims:?}"), &got, &want, tolerance(dtype)).unwrap();
+    }
+}
+
+/// However a prompt is cut into chunks, each row has the same bits.
+#[test]
+fn prefill_for_sm_90a_does_not_depend_on_chunks() {
+    for window in [None, Some(40)] {
+        let case = Case { window, seqs: vec![(101, 70), (0, 5)], ..hopper_case(KvDtype::BF16) };
+        let program = case.hopper_program();
+        let (whole, _) = case.hopper_in_chunks(&program, u32::MAX).unwrap();
+        for chunk in [7, 64] {
+            let (parts, _) = case.hopper_in_chunks(&program, chunk).unwrap();
+            same(&format!("bits, chunks of {chunk}"), &bits(&parts), &bits(&whole)).unwrap();
+        }
+    }
+}
+
+/// More tiles of keys than there are places for them.
+#[test]
+fn prefill_for_sm_90a_of_a_long_sequence() {
+    for window in [None, Some(500)] {
+        let case = Case { seqs: vec![(600, 40)], page_tokens: 64, window, ..hopper_case(KvDtype::F16) };
+        let (got, want) = case.hopper_in_chunks(&case.hopper_program(), u32::MAX).unwrap();
+        near("long prefill", &got, &want, tolerance(case.dtype)).unwrap();
+    }
 }

@@ -7,13 +7,14 @@ use crate::compile::Program;
 use crate::emulator::Gpu;
 
 /// Files, each with macros that it compiles with.
-const FILES: [(&str, &[&str]); 19] = [
+const FILES: [(&str, &[&str]); 20] = [
     ("norm.cu", &[]),
     ("elementwise.cu", &[]),
     ("rope.cu", &[]),
     ("kv.cu", &[]),
     ("decode.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=32", "-DGROUP=3"]),
     ("prefill.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=48"]),
+    ("prefill_hopper.cu", &["-DKV_TYPE=1", "-DDIM_K=64", "-DDIM_V=64"]),
     ("gguf.cu", &[]),
     ("matmul.cu", &["-DFORMAT=2", "-DPARTS=2"]),
     ("page_copy.cu", &[]),

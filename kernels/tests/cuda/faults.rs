@@ -1,6 +1,6 @@
 //! Faults that are planted in kernels have to be found by their checks: this keeps the checks honest.
 
-use crate::attention::{decode_small, prefill_case, prefill_small, small};
+use crate::attention::{decode_small, hopper_case, hopper_small, prefill_case, prefill_small, small};
 use crate::compile::Program;
 use crate::emulator::Checked;
 use crate::{delta, elementwise, latent, norm, pages, sampling};
@@ -22,6 +22,43 @@ fn in_decode(from: &str, to: &str) {
 fn in_prefill(from: &str, to: &str) {
     let macros = prefill_case(KvDtype::F16).macros();
     found("prefill.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>(), from, to, prefill_small);
+}
+
+fn in_hopper(from: &str, to: &str) {
+    let macros = hopper_case(KvDtype::F16).macros();
+    found("prefill_hopper.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>(), from, to, hopper_small);
+}
+
+/// A place is filled again while somebody still reads it.
+#[test]
+fn a_place_that_nobody_has_let_go_of_is_found() {
+    in_hopper("if (turn >= STAGES) barrier_wait(shared.free + place, (turn / STAGES - 1) % 2);", "");
+}
+
+#[test]
+fn bytes_that_never_come_are_found() {
+    in_hopper("barrier_expect(there, boxes * box * DIM * 2);", "barrier_expect(there, KEYS * DIM * 2);");
+}
+
+/// What is no number stays so with a weight of 0.
+#[test]
+fn values_beyond_the_end_are_found() {
+    in_hopper("if (base < seen.first || base + KEYS > seen.end) {", "if (base + KEYS <= seen.first) {");
+}
+
+#[test]
+fn queries_without_their_swizzle_are_found() {
+    in_hopper("(piece % 8 ^ row % 8) * 8;", "piece % 8 * 8;");
+}
+
+#[test]
+fn scores_that_are_not_waited_for_are_found() {
+    in_hopper("wgmma_wait<0>();\n        hold(scores);", "wgmma_wait<1>();\n        hold(scores);");
+}
+
+#[test]
+fn a_box_from_the_page_before_is_found() {
+    in_hopper("first_page + table[at / page_tokens]", "first_page + table[(at + 8) / page_tokens]");
 }
 
 #[test]

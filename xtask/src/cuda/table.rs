@@ -47,6 +47,13 @@ const FLOORS: &[Floor] = &[
     floor("paged_decode", 128, "e L Hkv (dk + dv) a row", "2 L H (dk + dv) a row", "memory up to GROUP 8"),
     floor("paged_merge", 128, "4 splits H dv a row", "2 splits H dv a row", "memory"),
     floor("paged_prefill", 128, "4 T H (dk + dv) + e L Hkv (dk + dv) a 64 rows", "2 T L H (dk + dv)", "arithmetic"),
+    floor(
+        "paged_prefill_hopper",
+        384,
+        "4 T H (dk + dv) + e L Hkv (dk + dv) a 128 rows",
+        "2 T L H (dk + dv)",
+        "arithmetic",
+    ),
     floor("dequant", 256, "(w + 4) N", "2 N", "memory"),
     floor("embed", 128, "(w + 4) T D", "2 T D", "memory"),
     floor("matvec", 256, "w O K a 4 rows", "2 T O K", "memory"),
@@ -106,10 +113,14 @@ fn dynamic(one: &Compiled) -> u32 {
         // 64 heads of 128.
         return 4 * (64 * 128 + 32 * 129);
     }
+    let (dk, dv) = (dim("DIM_K"), dim("DIM_V"));
+    if one.kernel == "paged_prefill_hopper" {
+        let keys = if dk.max(dv) > 128 { 64 } else { 128 };
+        return 1024 + 2 * (2 * keys * (dk + dv) + 128 * dk) + 48;
+    }
     if one.kernel != "paged_prefill" {
         return 0;
     }
-    let (dk, dv) = (dim("DIM_K"), dim("DIM_V"));
     let keys = if dk.max(dv) > 128 { 32 } else { 64 };
     let queries = if dk > 128 { 64 * (dk + 8) } else { 0 };
     2 * (2 * keys * (dk + 8 + dv + 8) + queries)
@@ -146,15 +157,21 @@ pub fn markdown(compiled: &[Compiled]) -> String {
         "| kernel | macros | bytes | operations | bound by | threads | shared B | registers {} | spilled B | warps |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ARCHITECTURES.join(" / ")
     );
-    for one in compiled.iter().filter(|one| one.architecture == ARCHITECTURES[0]) {
+    for (index, one) in compiled.iter().enumerate() {
         let same = |other: &&Compiled| other.kernel == one.kernel && other.variant == one.variant;
-        let all: Vec<&Compiled> = compiled.iter().filter(same).collect();
+        if compiled[..index].iter().any(|other| same(&other)) {
+            continue;
+        }
+        let of_architecture =
+            |architecture: &&str| compiled.iter().filter(same).find(|other| other.architecture == *architecture);
         let floor = of(&one.kernel);
         let threads = floor.map_or(0, |floor| floor.threads);
         let (bytes, operations, bound) =
             floor.map_or(("?", "?", "?"), |floor| (floor.bytes, floor.operations, floor.bound));
         let list = |of: &dyn Fn(&Compiled) -> u32| {
-            all.iter().map(|other| of(other).to_string()).collect::<Vec<String>>().join(" / ")
+            let each = ARCHITECTURES.iter().map(&of_architecture);
+            let text = each.map(|other| other.map_or("-".to_owned(), |other| of(other).to_string()));
+            text.collect::<Vec<String>>().join(" / ")
         };
         let _ = writeln!(
             out,

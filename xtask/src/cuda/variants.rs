@@ -23,7 +23,7 @@ fn shapes(file: &str) -> (&'static [&'static str], &'static [&'static [u32]]) {
                 &[0, 128, 128, 4],
             ],
         ),
-        "prefill.cu" => (
+        "prefill.cu" | "prefill_hopper.cu" => (
             &["KV_TYPE", "DIM_K", "DIM_V"],
             &[&[2, 128, 128], &[1, 128, 128], &[1, 64, 64], &[2, 256, 256], &[2, 192, 128]],
         ),
@@ -38,6 +38,11 @@ fn shapes(file: &str) -> (&'static [&'static str], &'static [&'static [u32]]) {
         ),
         _ => (&[], &[&[]]),
     }
+}
+
+/// Whether a file is for an architecture: one whose name ends with a GPU's has that GPU's own instructions.
+pub fn is_for(file: &str, architecture: &str) -> bool {
+    !file.ends_with("_hopper.cu") || architecture == "sm_90a"
 }
 
 /// The variants of a file.

@@ -7,7 +7,8 @@
 use std::sync::Mutex;
 
 use kvdock_cuda::driver::{
-    Access, Arg, DevicePtr, Driver, DriverResult, Event, Function, GpuInfo, Graph, Launch, Module, Stream, Touch,
+    Access, Arg, DevicePtr, Driver, DriverResult, Event, Function, GpuInfo, Graph, Launch, MAP_BYTES, Module, RowMap,
+    Stream, Touch,
 };
 
 use super::emulated::Emulated;
@@ -248,6 +249,20 @@ impl Driver for Fake {
         let touches = vec![Touch { at, len: bytes, access: Access::Write }];
         state.queue(stream, Recorded { what: "fill".into(), touches, action: Action::Fill { at, value, bytes } });
         Ok(())
+    }
+
+    /// As the shim of the kernels reads it.
+    fn row_map(&self, map: RowMap) -> DriverResult<[u8; MAP_BYTES]> {
+        let mut state = self.state();
+        state.called("row_map")?;
+        let bytes = 2 * map.rows * u64::from(map.row_elements);
+        state.check_range("a map", &Touch { at: map.at, len: bytes as usize, access: Access::Read });
+        let mut made = [0; MAP_BYTES];
+        let words = [map.at, map.rows, u64::from(map.row_elements), u64::from(map.box_rows)];
+        for (to, word) in made.chunks_exact_mut(8).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
+        Ok(made)
     }
 
     fn load(&self, image: &[u8]) -> DriverResult<Module> {

@@ -2,7 +2,7 @@
 
 use kvdock_cuda::Arithmetic;
 use kvdock_kernels::cpu::CpuDevice;
-use kvdock_kernels::{Device, KvDtype, SeqSpan};
+use kvdock_kernels::{Device, KvDtype, KvSpec, SeqSpan};
 
 use super::host_pages::{Host, LAYOUTS, filled, spec};
 use super::rig::{Rig, floats};
@@ -124,5 +124,52 @@ fn copies_run_beside_steps() {
     });
     assert_eq!(rig.fake.violations(), Vec::<String>::new());
     drop(pool);
+    rig.end();
+}
+
+#[test]
+fn checksums_are_those_of_the_host_pages() {
+    let rig = Rig::computing(Arithmetic::Reproducible);
+    for dtype in [KvDtype::F16, KvDtype::F32] {
+        // More pages than a launch takes.
+        let spec = KvSpec { pages: 67, ..spec(dtype) };
+        let pool = filled(&rig.device, spec);
+        let pages: Vec<u32> = (0..66).map(|page| 66 - page).collect();
+        let mut host = Host::new(spec, "page_first", pages.len());
+        let places: Vec<_> = pages.iter().enumerate().map(|(index, page)| (*page, host.page(index))).collect();
+        // SAFETY: the pages are there and used by nobody else.
+        unsafe { pool.copy_pages_out(&places).unwrap() };
+        for by_heads in [false, true] {
+            let mut expected = Vec::new();
+            for (_, place) in &places {
+                let parts = [
+                    (place.k, spec.head_dim_k, place.k_layer_stride, place.k_head_stride, place.k_token_stride),
+                    (place.v, spec.head_dim_v, place.v_layer_stride, place.v_head_stride, place.v_token_stride),
+                ];
+                for (at, dim, by_layer, by_head, by_token) in parts {
+                    for layer in 0..spec.layers {
+                        let (outer, inner) = if by_heads {
+                            (spec.kv_heads, spec.page_tokens)
+                        } else {
+                            (spec.page_tokens, spec.kv_heads)
+                        };
+                        let mut sum = 0;
+                        for (outer, inner) in (0..outer).flat_map(|outer| (0..inner).map(move |inner| (outer, inner))) {
+                            let (head, token) = if by_heads { (outer, inner) } else { (inner, outer) };
+                            let row = at.wrapping_add(layer * by_layer + head * by_head + token * by_token);
+                            // SAFETY: the row lies in the host's page, which has been copied.
+                            sum = crc32c::crc32c_append(sum, unsafe {
+                                std::slice::from_raw_parts(row, dim * dtype.bytes())
+                            });
+                        }
+                        expected.push(sum);
+                    }
+                }
+            }
+            assert_eq!(pool.checksums(&pages, by_heads).unwrap(), Some(expected), "{dtype:?}, by heads {by_heads}");
+        }
+        assert!(pool.checksums(&[67], false).is_err(), "a page that is not there");
+    }
+    assert_eq!(filled(&CpuDevice::new(1).unwrap(), spec(KvDtype::F16)).checksums(&[0], false).unwrap(), None);
     rig.end();
 }

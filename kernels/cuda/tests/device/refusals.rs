@@ -85,7 +85,7 @@ fn an_old_gpu_and_a_full_one_are_told() {
     let rig = Rig::looking();
     rig.fake.set_room(1000);
     let error = rig.device.alloc(1000).unwrap_err().to_string();
-    assert!(error.starts_with("cannot allocate 4000 bytes for a buffer: alloc: out of memory"), "{error}");
+    assert!(error.starts_with("cannot allocate 4096 bytes for a buffer: alloc: out of memory"), "{error}");
     assert!(error.ends_with("1000 bytes of the GPU's memory are free"), "{error}");
     rig.fake.set_room(1 << 20);
     let x = rig.device.upload(&[1.0; 4]).unwrap();

@@ -17,7 +17,6 @@ fn what_comes_layer_by_layer_is_what_was_taken_out() {
             let (mut host, mut back) = (Host::new(spec, layout, 70), Host::new(spec, layout, 70));
             if pinned {
                 host.pin(&*pool);
-                host.pin(&*other);
                 back.pin(&*other);
             }
             let places = |host: &mut Host| {
@@ -27,10 +26,15 @@ fn what_comes_layer_by_layer_is_what_was_taken_out() {
             // looked at or used again.
             unsafe {
                 pool.begin_pages_out(&places(&mut host)).unwrap().wait().unwrap();
-                let coming = other.begin_pages_in(&places(&mut host)).unwrap();
+                back.k.copy_from_slice(&host.k);
+                back.v.copy_from_slice(&host.v);
+                let coming = other.begin_pages_in(&places(&mut back)).unwrap();
                 for layer in 0..spec.layers {
                     coming.before_layer(layer).unwrap();
                 }
+                coming.wait().unwrap();
+                back.k.fill(0);
+                back.v.fill(0);
                 other.begin_pages_out(&places(&mut back)).unwrap().wait().unwrap();
             }
             assert_eq!((&host.k, &host.v), (&back.k, &back.v), "{layout}");
@@ -71,6 +75,39 @@ fn a_layer_waits_for_its_own_pages() {
     assert_eq!(before, after, "nobody waits in this process");
     coming.wait().unwrap();
     drop((coming, pool, q, out, plan));
+    rig.end();
+}
+
+/// Layers that are asked for one by one, while earlier ones are computed with: each waits for what was queued before the load began, and for
+/// nothing that was queued later.
+#[test]
+fn layers_come_while_earlier_ones_are_computed_with() {
+    let rig = Rig::looking();
+    let spec = KvSpec { head_dim_v: 24, ..spec(KvDtype::F32) };
+    let pool = filled(&rig.device, spec);
+    let mut host = Host::new(spec, "layer_first", 2);
+    host.pin(&*pool);
+    let device = &rig.device;
+    let q = device.alloc(2 * 24).unwrap();
+    let mut out = device.alloc(2 * 24).unwrap();
+    let attend = AttentionSpec { heads: 2, scale: 1.0, window: None, sinks: None };
+    let plan = device.plan(&*pool, &[SeqSpan { start: 7, len: 1, pages: &[4, 6] }]).unwrap();
+    let pages = [(4, host.page(0)), (6, host.page(1))];
+    let moment = pool.moment().unwrap();
+    let mut coming = Vec::new();
+    let (waits, before) = (rig.fake.count("wait"), rig.fake.count("synchronize"));
+    for layer in 0..spec.layers {
+        // SAFETY: the pages are there; the layer waits for them below, and what was computed after the moment touched earlier layers alone.
+        let transfer = unsafe { pool.begin_layer_in(&moment, layer, &pages).unwrap() };
+        transfer.before_layer(layer).unwrap();
+        device.attention(&*pool, layer, &plan, &q, &attend, &mut out).unwrap();
+        coming.push(transfer);
+    }
+    assert_eq!(rig.fake.count("wait") - waits, 2 * spec.layers, "each copy for the moment, each layer for its copy");
+    assert_eq!(rig.fake.count("synchronize"), before, "nobody waits in this process for what is computed or copied");
+    // SAFETY: there is no such layer, so nothing is copied.
+    assert!(unsafe { pool.begin_layer_in(&moment, spec.layers, &pages) }.is_err());
+    drop((coming, moment, pool, q, out, plan));
     rig.end();
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "emulation.h"
+#include "hopper.h"
 
 #ifndef __x86_64__
 #include <ucontext.h>
@@ -51,7 +52,7 @@ const Launched* launched = nullptr;
 constexpr size_t STACK = 256 * 1024;
 constexpr unsigned MOST_THREADS = 1024;
 
-enum class State { ready, barrier, warp, done };
+enum class State { ready, barrier, warp, paused, done };
 
 struct Copy {
     void* to;
@@ -67,6 +68,8 @@ struct Fiber {
     unsigned exchanges = 0;
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
+    std::vector<Product> open_products;
+    std::vector<std::vector<Product>> products;
 #ifdef __x86_64__
     void* stack_pointer = nullptr;
 #else
@@ -90,6 +93,21 @@ std::unique_ptr<unsigned char[]> dynamic_memory;
 unsigned char* stacks = nullptr;
 unsigned running = 0;
 bool copies_at_once = false;
+// Bulk copies that have been started.
+struct Bulk {
+    void* to;
+    const void* map;
+    unsigned x, y;
+    unsigned long long* barrier;
+};
+std::vector<Bulk> bulks;
+// Whether anything happened since the threads that pause last looked.
+bool any_progress = false;
+// Threads that have arrived at the barriers of warpgroups, and how often each has let go.
+struct Meeting {
+    unsigned arrived = 0, rounds = 0;
+};
+std::map<unsigned, Meeting> meetings;
 
 void perform(const Copy& copy) {
     std::memset(copy.to, 0, copy.bytes);
@@ -161,6 +179,32 @@ void wait_as(State state) {
     leave();
 }
 
+// The first bytes of the 128 of a map, as the tests' drivers make it.
+struct Map {
+    const unsigned char* base;
+    uint64_t rows, row_elements;
+    uint32_t box_rows;
+};
+
+void perform_bulk(const Bulk& bulk) {
+    Map map;
+    std::memcpy(&map, bulk.map, sizeof map);
+    const uintptr_t to = reinterpret_cast<uintptr_t>(bulk.to);
+    if (to % 1024) refuse("a bulk copy to an address that is no multiple of 1024");
+    if (bulk.x % 64 || bulk.x + 64 > map.row_elements) refuse("a bulk copy beyond the end of a row");
+    for (uint64_t row = 0; row < map.box_rows; row++) {
+        for (unsigned piece = 0; piece < 8; piece++) {
+            unsigned char* target = reinterpret_cast<unsigned char*>((to + row * 128 + piece * 16) ^ ((to + row * 128) >> 7 & 7) << 4);
+            if (bulk.y + row >= map.rows) {
+                std::memset(target, 0, 16);
+            } else {
+                std::memcpy(target, map.base + ((bulk.y + row) * map.row_elements + bulk.x) * 2 + piece * 16, 16);
+            }
+        }
+    }
+    barrier_change(bulk.barrier, 0, -int(map.box_rows * 128));
+}
+
 // Lets go the lanes of a warp that have all arrived at an operation. False when none has.
 bool release_warp(size_t warp) {
     const size_t first = 32 * warp, end = std::min(first + 32, fibers.size());
@@ -206,14 +250,30 @@ void run_block(std::mt19937_64& random, uint64_t seed) {
                     thread_index = fibers[thread].index;
                     enter();
                 }
-            } while (release_warp(warp));
+            } while (release_warp(warp) && (any_progress = true));
         }
-        size_t at_barrier = 0, in_warp = 0;
+        size_t at_barrier = 0, in_warp = 0, paused = 0;
         for (const Fiber& fiber : fibers) {
             at_barrier += fiber.state == State::barrier;
             in_warp += fiber.state == State::warp;
+            paused += fiber.state == State::paused;
         }
-        if (at_barrier + in_warp == 0) return;
+        if (at_barrier + in_warp + paused == 0) break;
+        if (paused > 0) {
+            // Who waits looks again when something has happened. A bulk copy happens when nothing else can.
+            if (!any_progress && !bulks.empty()) {
+                const Bulk bulk = bulks.front();
+                bulks.erase(bulks.begin());
+                perform_bulk(bulk);
+                any_progress = true;
+            }
+            if (!any_progress) refuse("deadlock: " + std::to_string(paused) + " threads wait for what does not happen");
+            any_progress = false;
+            for (Fiber& fiber : fibers) {
+                if (fiber.state == State::paused) fiber.state = State::ready;
+            }
+            continue;
+        }
         if (in_warp > 0) {
             refuse("deadlock: " + std::to_string(at_barrier) + " threads wait at a barrier, " + std::to_string(in_warp) + " in a warp operation");
         }
@@ -221,6 +281,7 @@ void run_block(std::mt19937_64& random, uint64_t seed) {
             if (fiber.state == State::barrier) fiber.state = State::ready;
         }
     }
+    if (!bulks.empty()) refuse("the block has ended, and " + std::to_string(bulks.size()) + " bulk copies have not been waited for");
 }
 
 }  // namespace
@@ -248,6 +309,93 @@ const Parcel* exchange(unsigned mask, const void* parcel, unsigned bytes) {
 
 void shared(void* memory, unsigned long bytes) {
     if (shared_memory.emplace(memory, bytes).second) std::memset(memory, 0xFF, bytes);
+}
+
+void pause() { wait_as(State::paused); }
+void progressed() { any_progress = true; }
+
+void warpgroup_arrive(unsigned number) {
+    if (number == 0 || number > 15) refuse("the barrier of a warpgroup has a number from 1 to 15");
+    // By the warpgroup as well: its threads alone meet here.
+    Meeting& meeting = meetings[running / 128 * 16 + number];
+    const unsigned round = meeting.rounds;
+    if (++meeting.arrived == 128) {
+        meeting.arrived = 0;
+        meeting.rounds++;
+        progressed();
+        return;
+    }
+    while (meeting.rounds == round) pause();
+}
+
+void barrier_change(unsigned long long* at, unsigned arrivals, int bytes) {
+    Barrier barrier;
+    std::memcpy(&barrier, at, sizeof barrier);
+    if (arrivals > barrier.pending) refuse("more threads arrive at a barrier than it was made for");
+    barrier.pending = static_cast<unsigned short>(barrier.pending - arrivals);
+    barrier.bytes += bytes;
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+        barrier.phase ^= 1;
+        barrier.pending = barrier.arrivals;
+        progressed();
+    }
+    std::memcpy(at, &barrier, sizeof barrier);
+}
+bool barrier_phase(const unsigned long long* at) {
+    Barrier barrier;
+    std::memcpy(&barrier, at, sizeof barrier);
+    return barrier.phase;
+}
+
+void bulk_later(void* to, const void* map, unsigned x, unsigned y, unsigned long long* barrier) {
+    if (copies_at_once) {
+        perform_bulk({to, map, x, y, barrier});
+    } else {
+        bulks.push_back({to, map, x, y, barrier});
+    }
+    progressed();
+}
+
+void Product::perform() const {
+    const unsigned warp = running / 32 % 4, group = lane() / 4, pair = lane() % 4;
+    float left[2][16];
+    for (unsigned i = 0; i < 2; i++) {
+        for (unsigned k = 0; k < 16; k++) left[i][k] = from_registers ? rows[i][k] : to_f32(a.element(16 * warp + group + 8 * i, k));
+    }
+    for (unsigned n = 0; n < columns / 8; n++) {
+        for (unsigned j = 0; j < 2; j++) {
+            const unsigned column = 8 * n + 2 * pair + j;
+            double sums[2];
+            for (unsigned i = 0; i < 2; i++) sums[i] = keep ? d[4 * n + 2 * i + j] : 0.0;
+            for (unsigned k = 0; k < 16; k++) {
+                const double right = to_f32(from_registers ? b.element(k, column) : b.element(column, k));
+                for (unsigned i = 0; i < 2; i++) sums[i] += left[i][k] * right;
+            }
+            for (unsigned i = 0; i < 2; i++) d[4 * n + 2 * i + j] = float(sums[i]);
+        }
+    }
+}
+
+void product_later(const Product& product) {
+    if (copies_at_once) {
+        product.perform();
+    } else {
+        // Nobody reads these sums before they are there.
+        for (unsigned i = 0; !product.keep && i < product.columns / 2; i++) product.d[i] = NAN;
+        fibers[running].open_products.push_back(product);
+    }
+}
+void products_commit() {
+    Fiber& fiber = fibers[running];
+    fiber.products.push_back(std::move(fiber.open_products));
+    fiber.open_products.clear();
+}
+void products_wait(unsigned left) {
+    auto& groups = fibers[running].products;
+    while (groups.size() > left) {
+        for (const Product& product : groups.front()) product.perform();
+        groups.erase(groups.begin());
+    }
 }
 
 void copy_later(void* to, const void* from, unsigned bytes, unsigned valid) {
@@ -292,6 +440,8 @@ void run(const Launched& what, dim3 grid, dim3 block, uint32_t shared_bytes, uin
         uint64_t at = seed % 2 ? blocks - 1 - i : i;
         block_index = {unsigned(at % grid.x), unsigned(at / grid.x % grid.y), unsigned(at / grid.x / grid.y)};
         fibers.assign(threads, Fiber());
+        bulks.clear();
+        meetings.clear();
         warps.resize((threads + 31) / 32);
         dynamic_memory.reset(new unsigned char[shared_bytes]);
         std::memset(dynamic_memory.get(), 0xFF, shared_bytes);
