@@ -106,11 +106,13 @@ impl Product {
             checked(what, make(&raw mut handle))?;
             Ok::<Handle, String>(handle)
         };
-        // SAFETY (of all calls here): handles are the library's own, pointers are to locals of the right size.
+        // SAFETY: handles are the library's own, pointers are to locals of the right size.
         let handle = made("Create", &|to| unsafe { (functions.create)(to) })?;
+        // SAFETY: as above.
         let desc = made("MatmulDescCreate", &|to| unsafe { (functions.desc_create)(to, COMPUTE_32F, R_32F) })?;
         // Matrices are by columns there: a row-major one is its own transpose.
         let layout = |kind, height, width| {
+            // SAFETY: as above.
             made("MatrixLayoutCreate", &|to| unsafe {
                 (functions.layout_create)(to, kind, height, width, height as i64)
             })

@@ -17,12 +17,8 @@ use crate::cache::types::MissReason;
 use crate::cache::unified::{Component, PerComponent};
 use crate::plugin::backend::{ChainInfo, Held, PageKey};
 
-/// What is worth a call of its own where one call could ask for more: so many pages, or so many bytes if that is less. A page that was
-/// just read is checked while the processor's caches still have it.
-const SHARED_BATCH: (usize, u64) = (32, 1 << 20);
-
-/// Calls for each reader into which a hit is cut, if it is long enough.
-const SHARES: usize = 16;
+/// Fewest pages worth a call of their own where one call could ask for more.
+const SHARED_BATCH: usize = 32;
 
 /// No backend has the page.
 const NOBODY: usize = usize::MAX;
@@ -353,10 +349,8 @@ fn batches(shared: &Shared, fetch: &Arc<Fetch>, state: &FetchState) -> Vec<Batch
         let mut from = lane.span.start;
         for &(end, source) in &lane.plan {
             let end = end.min(lane.span.end);
-            // A hit of less than some batches for each reader is cut, so that reading and checking overlap.
-            let least =
-                usize::try_from(SHARED_BATCH.1.div_ceil(page_bytes.max(1))).unwrap_or(1).clamp(1, SHARED_BATCH.0);
-            let share = (end - from.min(end)).div_ceil(shared.readers * SHARES).max(least);
+            // A hit of less than a batch for each reader is cut, so that reading and checking overlap.
+            let share = (end - from.min(end)).div_ceil(shared.readers).max(SHARED_BATCH);
             let suits = state.sources.get(source).map_or(1, |source| source.attached.batch(Way::Read, page_bytes));
             let longest = suits.min(share);
             while from < end {

@@ -90,7 +90,7 @@ impl CpuDevice {
         op: &'static str,
         rows: usize,
         (out, width): (&mut [f32], usize),
-        of: &(dyn Fn(usize, &mut [f32]) -> Result<(), KernelError> + Sync),
+        of: impl Fn(usize, &mut [f32]) -> Result<(), KernelError> + Sync,
     ) -> Result<(), KernelError> {
         let failed = parking_lot::Mutex::new(None);
         let out = Shared(out.as_mut_ptr());
@@ -202,7 +202,7 @@ impl RowOps for CpuDevice {
             let whole = |row: usize| picked.is_none_or(|picked| picked[row].is_none());
             all.push(Run { pool: run.pool, table, picked, seen: seen(&run.pool, table, &whole)? });
         }
-        self.rows_by_themselves(op, rows, (out, heads * value), &|row, out| {
+        self.rows_by_themselves(op, rows, (out, heads * value), |row, out| {
             let mut keys = Vec::new();
             all.iter().try_for_each(|run| run.append(row, width, &mut keys))?;
             for (head, out) in out.chunks_exact_mut(value).enumerate() {
