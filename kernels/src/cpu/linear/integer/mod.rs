@@ -20,9 +20,10 @@
 //! A tile product of AMX takes 16 rows, 64 bytes and 16 outputs in 16 cycles. Integers are four digits, `q = 4096 a + b` with
 //! `a = 16 a1 + a0` and `b = 16 b1 + b0`, and bytes hold a nibble or 16 times it, so two products do a block of 16 rows and 16
 //! outputs: 256 multiply-adds a cycle. Then each row's 16 sums take six operations of which two start a cycle: 48 cycles beside the
-//! tiles' 32 and their stores; together some 90 multiply-adds a cycle, three times what f32 can. On a core of 2.6 GHz a block in the nearest
+//! tiles' 32 and their stores; together some 90 multiply-adds a cycle, three times what f32 can. On a core of 2.4 GHz a block in the nearest
 //! cache takes 100 cycles, of which the tiles' loads and stores take 60 and hardly overlap with the sums; a block is multiplied before
-//! the sums of the one before it are taken, as what was just stored is not to be had at once (a fifth). AVX512-VNNI multiplies three digits
+//! the sums of the one before it are taken, as what was just stored is not to be had at once (a fifth). With many rows k is gone through
+//! in parts that the nearest cache holds for a group of rows, and the sums are kept in between. AVX512-VNNI multiplies three digits
 //! to the base of 256, 24 instructions a row and block, where f32 has 32 and unpacks besides.
 
 mod few;
@@ -40,9 +41,12 @@ use crate::format::WeightFormat;
 /// Elements of k that share a scale.
 const BLOCK: usize = 32;
 
-/// Row groups of 16 that a task takes. Few, so that their integers stay in the nearest caches; not fewer, as weights are unpacked anew for
-/// each task. Of 2, 4 and 8 the fastest by some tenth.
+/// Row groups of 16 that a task takes at most. Few, so that their integers stay in the nearest caches; not fewer, as weights are read anew
+/// for each task.
 const TASK_GROUPS: usize = 4;
+/// The same where k is cut so that the nearest cache holds what is used at once ([`tiles`]): the more, the less often weights are unpacked.
+#[cfg(target_arch = "x86_64")]
+const CUT_GROUPS: usize = 16;
 
 /// Calls `$body` with the type `$T` bound to the [`NibbleFormat`](crate::cpu::packed::tile::NibbleFormat) of `$format`.
 macro_rules! with_nibble_format {
@@ -100,18 +104,18 @@ pub(super) fn run(
         && rows > few::MAX_ROWS
     {
         rows::quantize::<rows::TileLayout>(machine, pool, scratch, x, rows, cols)?;
-        let tasks = split(pool.threads(), rows, targets);
+        let tasks = split(pool.threads(), rows, targets, CUT_GROUPS);
         return tiles::run(amx, machine, pool, scratch.as_slice(), rows, targets, &tasks);
     }
     rows::quantize::<rows::DigitLayout>(machine, pool, scratch, x, rows, cols)?;
-    let tasks = split(pool.threads(), rows, targets);
+    let tasks = split(pool.threads(), rows, targets, TASK_GROUPS);
     few::run(machine, pool, scratch.as_slice(), rows, targets, &tasks)
 }
 
-/// Tasks of about equal size, enough that the threads end at about the same time.
-fn split(threads: usize, rows: usize, targets: &[Target<'_>]) -> Vec<Task> {
+/// Tasks of about equal size and at most so many groups of rows, enough that the threads end at about the same time.
+fn split(threads: usize, rows: usize, targets: &[Target<'_>], most_groups: usize) -> Vec<Task> {
     let groups = rows.div_ceil(rows::GROUP);
-    let parts = groups.div_ceil(TASK_GROUPS);
+    let parts = groups.div_ceil(most_groups);
     let each = groups.div_ceil(parts.max(1)).max(1);
     let total: usize = targets.iter().map(|t| t.weight.tiles()).sum();
     let step = (total * parts).div_ceil(8 * threads).clamp(1, 16);
