@@ -54,6 +54,8 @@ pub struct Config {
     pub standalone: Option<Standalone>,
     /// The cluster that this process is a node of.
     pub distributed: Option<Distributed>,
+    /// What memory alone holds is shared by the instances of this process that have this name; none for a store of its own.
+    pub shared: Option<String>,
 }
 
 impl Config {
@@ -70,6 +72,7 @@ impl Config {
         let rank = distributed::rank(open.identity(), &variable);
         let mut config = Config::parse(name, &whole, &variable, rank)?;
         config.place(open.identity());
+        config.tell_apart(name, open.identity());
         // The host asks for names of another engine in the namespace that goes with them.
         let namespace: Value = serde_json::from_str(&open.identity().namespace_json).unwrap_or_default();
         if namespace.get("key_scheme").and_then(Value::as_str) == Some("sglang") {
@@ -104,6 +107,7 @@ impl Config {
             ranges_per_call: 8192,
             standalone: None,
             distributed: None,
+            shared: None,
         }
     }
 
@@ -374,16 +378,36 @@ impl Config {
         self.dram.page = self.dram.page.min(self.dram.capacity / 4096 * 4096);
     }
 
-    /// Each rank of a server has a directory of its own, unless ranks share one by their roles.
+    /// Each rank of a server has a directory of its own, unless ranks share one by their roles, or all hold the same bytes: then one of them stores, and
+    /// all read. A node of a cluster has one in each case.
     fn place(&mut self, identity: &Identity) {
         if self.role != Role::Standalone {
             return;
         }
-        let ranks = [("dp", identity.dp), ("pp", identity.pp), ("tp", identity.tp)];
+        let alike = identity.replicated && self.distributed.is_none();
+        let tp = if alike { (0, 1) } else { identity.tp };
+        let ranks = [("dp", identity.dp), ("pp", identity.pp), ("tp", tp)];
         let name: Vec<String> =
             ranks.iter().filter(|(_, rank)| rank.1 > 1).map(|(what, rank)| format!("{what}{}", rank.0)).collect();
         if let Some(ssd) = self.ssd.as_mut().filter(|_| !name.is_empty()) {
             ssd.dirs.iter_mut().for_each(|dir| dir.push(name.join("_")));
+        }
+    }
+
+    /// Ranks of one server have one configuration: where a name has to be a rank's own, its number is added; where they have to share memory, they get
+    /// a name for it.
+    fn tell_apart(&mut self, instance: &str, identity: &Identity) {
+        if !distributed::is_one_of_several(identity) {
+            return;
+        }
+        let server = self.standalone.as_mut().map(|server| &mut server.node_id);
+        let node = self.distributed.as_mut().map(|cluster| &mut cluster.node_id);
+        for id in server.into_iter().chain(node).filter(|id| !id.is_empty()) {
+            id.push_str(&format!(":dp{}:pp{}:tp{}", identity.dp.0, identity.pp.0, identity.tp.0));
+        }
+        let alone = self.ssd.is_none() && self.standalone.is_none() && self.distributed.is_none();
+        if identity.replicated && alone {
+            self.shared = Some(format!("{instance} dp{} pp{}", identity.dp.0, identity.pp.0));
         }
     }
 }

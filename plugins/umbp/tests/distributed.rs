@@ -3,6 +3,7 @@
 
 mod common;
 mod distributed {
+    mod anew;
     mod clears;
     mod faults;
     mod master;

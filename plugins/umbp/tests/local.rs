@@ -9,6 +9,7 @@ mod local {
     mod log;
     mod lost;
     mod model;
+    mod ranks;
     mod strange;
     mod tiers;
 }

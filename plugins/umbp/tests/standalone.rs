@@ -153,6 +153,26 @@ fn ranges_that_do_not_tile_are_refused_and_an_unknown_client_is_told() {
     assert_eq!(there.ok, [false, true]);
 }
 
+/// A worker of another program may clear the server. The published one takes no puts after that; nothing is said to be stored there that is not.
+#[test]
+fn h01_what_others_clear_is_missed_and_no_put_is_said_to_be_stored_that_is_not() {
+    let mut server = Server::start(64 << 20);
+    let bench = Bench::new(&server.config(), pool(8, 65536));
+    bench.store(&numbers(0..8));
+    assert_eq!(bench.count(&numbers(0..8)), 8);
+    let cleared: BoolResponse = raw(&server).call("Clear", Empty {}, TIME).unwrap();
+    assert!(cleared.ok, "{cleared:?}");
+    assert_eq!((bench.prefix(&numbers(0..8)), bench.count(&numbers(0..8))), (0, 0));
+    let set = bench.set(&numbers(0..8));
+    let stored: Vec<bool> = set.statuses[0].iter().map(|status| *status == PageStatus::Ok).collect();
+    assert_eq!(bench.which(&numbers(0..8)), stored, "{set:?}");
+    // A new one takes them.
+    server.kill();
+    server.start_again();
+    wait_for("pages are taken", || bench.set(&numbers(0..8)).all_ok());
+    assert_eq!(bench.count(&numbers(0..8)), 8);
+}
+
 #[test]
 fn h11_reports_without_a_master_are_no_error() {
     let server = Server::start(64 << 20);

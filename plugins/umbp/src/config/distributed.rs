@@ -244,10 +244,19 @@ impl Reader {
     }
 }
 
-/// The number of a worker among all of its server.
+/// Whether a worker is one of several ranks of its server.
+pub fn is_one_of_several(identity: &Identity) -> bool {
+    [identity.dp, identity.pp, identity.tp].iter().any(|(_, size)| *size > 1)
+}
+
+/// The number of a worker among all of its server. Where ranks are processes, their launcher may have numbered them.
 pub fn rank(identity: &Identity, variable: &dyn Fn(&str) -> Option<String>) -> u32 {
-    let local = variable("LOCAL_RANK").and_then(|text| text.trim().parse().ok());
-    local.unwrap_or((identity.dp.0 * identity.pp.1.max(1) + identity.pp.0) * identity.tp.1.max(1) + identity.tp.0)
+    if !is_one_of_several(identity)
+        && let Some(local) = variable("LOCAL_RANK").and_then(|text| text.trim().parse().ok())
+    {
+        return local;
+    }
+    (identity.dp.0 * identity.pp.1.max(1) + identity.pp.0) * identity.tp.1.max(1) + identity.tp.0
 }
 
 /// Takes out of the environment's part what does not go with the mode that was chosen.

@@ -1,5 +1,7 @@
 use std::path::PathBuf;
 
+use kvdock_plugin_api::mock::identity;
+
 use super::*;
 
 fn parse_in(json: &str, environment: &[(&str, &str)]) -> Result<Config> {
@@ -231,4 +233,39 @@ fn ports_grow_with_the_rank_or_are_listed() {
     assert_eq!(port(r#"{"master_address":"m:5"}"#, 3).unwrap(), 0);
     let error = port(r#"{"master_address":"m:5","peer_service_port":[7000]}"#, 1).unwrap_err();
     assert!(error.message.contains("peer_service_port") && error.message.contains("rank 1"), "{}", error.message);
+}
+
+fn of_rank(json: &str, tp: (u32, u32), replicated: bool) -> Config {
+    let mut config = parse(json).unwrap();
+    let who = Identity { tp, replicated, ..identity("model") };
+    config.place(&who);
+    config.tell_apart("near", &who);
+    config
+}
+
+#[test]
+fn ranks_of_one_server_have_names_and_directories_of_their_own_and_share_what_is_the_same_on_all() {
+    let dir = |json, tp, replicated| of_rank(json, tp, replicated).ssd.unwrap().dirs[0].display().to_string();
+    let local = r#"{"ssd_storage_dir":"/a"}"#;
+    assert_eq!((dir(local, (0, 1), false), dir(local, (1, 2), false)), ("/a".to_owned(), "/a/tp1".to_owned()));
+    // One of them writes it, so all have to look there.
+    assert_eq!(dir(local, (1, 2), true), "/a");
+    let cluster = r#"{"ssd_storage_dir":"/a","master_address":"m:5","node_id":"one"}"#;
+    assert_eq!(dir(cluster, (1, 2), true), "/a/tp1", "each of its ranks is a node");
+    let node = |tp| of_rank(cluster, tp, true).distributed.unwrap().node_id;
+    assert_eq!((node((0, 1)), node((1, 2))), ("one".to_owned(), "one:dp0:pp0:tp1".to_owned()));
+    let server = r#"{"standalone_address":"unix:///s","node_id":"one"}"#;
+    assert_eq!(of_rank(server, (1, 4), false).standalone.unwrap().node_id, "one:dp0:pp0:tp1");
+    let server = r#"{"standalone_address":"unix:///s"}"#;
+    assert_eq!(of_rank(server, (1, 4), false).standalone.unwrap().node_id, "", "it reports to nobody");
+    let memory = |tp, replicated| of_rank(r#"{"ssd_enabled":false}"#, tp, replicated).shared;
+    assert!(memory((0, 2), true).is_some() && memory((0, 2), true) == memory((1, 2), true));
+    assert_eq!((memory((1, 2), false), memory((0, 1), true)), (None, None));
+}
+
+#[test]
+fn a_number_that_a_launcher_gave_a_process_is_not_that_of_its_ranks() {
+    let launched = |name: &str| (name == "LOCAL_RANK").then(|| "3".to_owned());
+    assert_eq!(distributed::rank(&identity("model"), &launched), 3);
+    assert_eq!(distributed::rank(&Identity { tp: (1, 2), ..identity("model") }, &launched), 1);
 }

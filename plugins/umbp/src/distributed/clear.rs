@@ -27,18 +27,18 @@ impl Cluster {
         // The index has one place at a time, and hears of each that goes.
         for _ in 0..COPIES {
             let sources = node.master.route_get(&names, std::slice::from_ref(&node.id), &limit).map_err(Error::from)?;
-            let mut by_node: HashMap<String, Vec<usize>> = HashMap::new();
+            let mut by_node: HashMap<(String, String), Vec<usize>> = HashMap::new();
             for (at, source) in sources.into_iter().enumerate() {
                 if let Some(source) = source.filter(|source| !source.address.is_empty()) {
-                    by_node.entry(source.address).or_default().push(at);
+                    by_node.entry((source.node, source.address)).or_default().push(at);
                 }
             }
             let mut any = false;
-            for (address, numbers) in by_node {
+            for ((id, address), numbers) in by_node {
                 let keys = numbers.iter().filter_map(|at| names.get(*at)).map(|name| (*name).to_owned()).collect();
                 let request = EvictKeyRequest { keys, remove: true };
-                let answer: std::result::Result<EvictKeyResponse, _> = match node.peers.at(&address) {
-                    Ok(peer) => peer.rpc.call("/umbp.UMBPPeer/EvictKey", request, &limit.at_most(ASK)),
+                let answer: std::result::Result<EvictKeyResponse, _> = match node.peers.at(&id, &address) {
+                    Ok(peer) => peer.ask("/umbp.UMBPPeer/EvictKey", request, &limit.at_most(ASK)),
                     Err(_) => continue,
                 };
                 // A node that is gone has taken its objects with it.
@@ -74,9 +74,9 @@ impl Cluster {
         let mut failures = Vec::new();
         for other in matched.matches.iter().filter(|other| other.node_id != node.id && !other.peer_address.is_empty()) {
             call.check()?;
-            let cleared = node.peers.at(&other.peer_address).and_then(|peer| {
+            let cleared = node.peers.at(&other.node_id, &other.peer_address).and_then(|peer| {
                 let request = ClearRequest { prefix: prefix.to_owned() };
-                let answer = peer.rpc.call("/kvdock.UmbpNode/Clear", request, &limit.at_most(ASK));
+                let answer = peer.ask("/kvdock.UmbpNode/Clear", request, &limit.at_most(ASK));
                 answer.map(|_: DoneResponse| ()).map_err(|failed| failed.text)
             });
             failures.extend(cleared.err());

@@ -10,7 +10,7 @@ use super::data::frame::Status;
 use super::data::lane;
 use super::limit::{Limit, Stop};
 use super::objects::text;
-use super::peers::{ASK, Peer};
+use super::peers::{ASK, Peer, ROUNDS};
 use super::rdma::{LEASE, Move, Rdma, moves};
 use crate::object::{Got, Read};
 use crate::wire::peer::{BatchResolveKeysRequest, BatchResolveKeysResponse, DoneResponse, ReleaseRequest, resolved};
@@ -27,6 +27,13 @@ pub enum Fetched {
     Node(String),
 }
 
+/// Why a node has not answered everything over TCP.
+struct Broken {
+    why: String,
+    /// The connection failed. Else the call was stopped here.
+    by_node: bool,
+}
+
 impl Cluster {
     /// # Safety
     /// As [`crate::object::Objects::get`].
@@ -38,41 +45,68 @@ impl Cluster {
         limit: &Limit<'_>,
     ) -> Vec<Fetched> {
         let all = |why: String| vec![Fetched::Node(why); reads.len()];
-        let peer = match self.node.peers.at(address) {
+        let peer = match self.node.peers.at(id, address) {
             Ok(peer) => peer,
             Err(why) => return all(why),
         };
         if let Some(why) = peer.trouble() {
             return all(why);
         }
-        let info = match peer.info(limit) {
-            Ok(info) => info,
-            Err(why) => return all(why),
-        };
-        let Some((instance, data)) = &info.data else {
-            self.node.is_foreign(id, address);
-            // What only such nodes have is not there for us.
-            return vec![Fetched::Got(Got::Missing); reads.len()];
-        };
         let mut fetched: Vec<Option<Fetched>> = vec![None; reads.len()];
-        if let (Some(rdma), Some(reached)) = (&self.node.rdma, &info.rdma) {
-            // SAFETY: passed on to the caller.
-            unsafe { self.by_rdma(rdma, &peer, reached, reads, limit, &mut fetched) };
-        }
-        let rest: Vec<usize> = (0..reads.len()).filter(|at| fetched.get(*at) == Some(&None)).collect();
-        if !rest.is_empty() {
+        let mut rounds = 0;
+        let why = loop {
+            rounds += 1;
+            let told = match peer.info(limit) {
+                Ok(told) => told,
+                Err(why) => break why,
+            };
+            if told.anew {
+                self.node.came_anew(id, address);
+            }
+            let Some((instance, data)) = &told.info.data else {
+                self.node.is_foreign(id, address);
+                // What only such nodes have is not there for us.
+                fetched.iter_mut().for_each(|one| *one = Some(one.take().unwrap_or(Fetched::Got(Got::Missing))));
+                break String::new();
+            };
+            if let (Some(rdma), Some(reached)) = (&self.node.rdma, &told.info.rdma) {
+                // SAFETY: passed on to the caller.
+                unsafe { self.by_rdma(rdma, (&peer, *instance), reached, reads, limit, &mut fetched) };
+            }
+            let rest: Vec<usize> = (0..reads.len()).filter(|at| fetched.get(*at) == Some(&None)).collect();
+            if rest.is_empty() {
+                break String::new();
+            }
             let part: Vec<&Read> = rest.iter().filter_map(|at| reads.get(*at).copied()).collect();
+            let began = Instant::now();
             // SAFETY: passed on to the caller.
-            let by_tcp = unsafe { self.by_tcp(&peer, *instance, data, &part, limit) };
-            for (at, one) in rest.into_iter().zip(by_tcp) {
+            let (answers, broken) = unsafe { self.by_tcp(&peer, *instance, data, &part, limit) };
+            let none = answers.is_empty();
+            for (at, one) in rest.into_iter().zip(answers) {
                 if let Some(entry) = fetched.get_mut(at) {
-                    *entry = Some(one);
+                    *entry = Some(Fetched::Got(one));
                 }
             }
-        }
-        fetched.into_iter().map(|one| one.unwrap_or_else(|| Fetched::Node("it was not read".to_owned()))).collect()
+            let Some(Broken { why, by_node }) = broken else {
+                peer.worked();
+                break String::new();
+            };
+            if by_node && !told.now && rounds < ROUNDS {
+                // It may have been started again since it was asked where it serves bytes.
+                peer.outdated(&told.info);
+                continue;
+            }
+            if by_node {
+                peer.failed(&why);
+            } else if none {
+                peer.silent(began, &why);
+            }
+            break why;
+        };
+        fetched.into_iter().map(|one| one.unwrap_or_else(|| Fetched::Node(why.clone()))).collect()
     }
 
+    /// Gives the answers that came, from the first read on, and why there are no more.
     unsafe fn by_tcp(
         &self,
         peer: &Peer,
@@ -80,9 +114,9 @@ impl Cluster {
         address: &str,
         reads: &[&Read],
         limit: &Limit<'_>,
-    ) -> Vec<Fetched> {
-        let (mut answers, began) = (Vec::new(), Instant::now());
-        let mut why = String::new();
+    ) -> (Vec<Got>, Option<Broken>) {
+        let mut answers = Vec::new();
+        let mut broken = None;
         for fresh in [false, true] {
             answers.clear();
             let work = async {
@@ -97,44 +131,32 @@ impl Cluster {
                     Err(error) => Err((used, error)),
                 }
             };
-            match self.handle.block_on(limit.race(work)) {
-                Ok(Ok(())) => peer.worked(),
+            broken = match self.handle.block_on(limit.race(work)) {
+                Ok(Ok(())) => None,
                 // A connection that had lain idle may have been closed meanwhile.
                 Ok(Err((true, _))) if !fresh && answers.is_empty() => continue,
-                Ok(Err((_, error))) => {
-                    why = format!("node {}: {error}", peer.address);
-                    peer.failed(&why);
-                }
+                Ok(Err((_, error))) => Some(Broken { why: format!("node {}: {error}", peer.address), by_node: true }),
                 Err(Stop::TimedOut) => {
-                    why = format!("node {}: no time is left", peer.address);
-                    if answers.is_empty() {
-                        peer.silent(began, &why);
-                    }
+                    Some(Broken { why: format!("node {}: no time is left", peer.address), by_node: false })
                 }
-                Err(Stop::Cancelled) => why = "the call was cancelled".to_owned(),
-            }
+                Err(Stop::Cancelled) => Some(Broken { why: "the call was cancelled".to_owned(), by_node: false }),
+            };
             break;
         }
-        let mut answers = answers.into_iter();
-        reads
-            .iter()
-            .map(|read| match answers.next() {
-                None => Fetched::Node(why.clone()),
-                Some(answer) => Fetched::Got(match answer.status {
-                    Status::Done => Got::Yes,
-                    Status::Missing => Got::Missing,
-                    Status::OtherLength => Got::Corrupt(format!("it has {} bytes, not {}", answer.number, read.len)),
-                    Status::Refused => Got::Failed(format!("node {} has no such ranges", peer.address)),
-                }),
-            })
-            .collect()
+        let got = answers.into_iter().zip(reads).map(|(answer, read)| match answer.status {
+            Status::Done => Got::Yes,
+            Status::Missing => Got::Missing,
+            Status::OtherLength => Got::Corrupt(format!("it has {} bytes, not {}", answer.number, read.len)),
+            Status::Refused => Got::Failed(format!("node {} has no such ranges", peer.address)),
+        });
+        (got.collect(), broken)
     }
 
     /// What RDMA does not bring is left open, for TCP.
     unsafe fn by_rdma(
         &self,
         rdma: &Rdma,
-        peer: &Peer,
+        (peer, instance): (&Peer, u64),
         reached: &Arc<kvdock_rdma::Peer>,
         reads: &[&Read],
         limit: &Limit<'_>,
@@ -143,7 +165,8 @@ impl Cluster {
         let Some(base) = reached.buffers.first().map(|buffer| buffer.address) else { return };
         let registered =
             |at: &usize| reads.get(*at).is_some_and(|read| read.ranges.iter().all(|range| rdma.reaches(&range.piece)));
-        let part: Vec<usize> = (0..reads.len()).filter(registered).collect();
+        let is_open = |at: &usize| fetched.get(*at) == Some(&None);
+        let part: Vec<usize> = (0..reads.len()).filter(is_open).filter(registered).collect();
         if part.is_empty() {
             return;
         }
@@ -152,7 +175,7 @@ impl Cluster {
         let keys = part.iter().filter_map(|at| reads.get(*at)).map(|read| text(&read.name).to_owned()).collect();
         let request = BatchResolveKeysRequest { keys, omit_descs: true, lease_ms: LEASE.as_millis() as u64 };
         let answer: Result<BatchResolveKeysResponse, _> =
-            peer.rpc.call("/umbp.UMBPPeer/BatchResolveKeys", request, &limit.at_most(ASK));
+            peer.ask_one(instance, "/umbp.UMBPPeer/BatchResolveKeys", request, &limit.at_most(ASK));
         let Ok(answer) = answer else { return };
         // An owner that does not keep them so long may give their pages to others meanwhile.
         if answer.lease_ms >= LEASE.as_millis() as u64 && answer.found.len() == part.len() {
@@ -179,7 +202,7 @@ impl Cluster {
                 }
             }
             // SAFETY: passed on to the caller.
-            let outcomes = unsafe { rdma.transfer(peer, reached, Operation::Read, &all, &limit) };
+            let outcomes = unsafe { rdma.transfer((peer, instance), reached, Operation::Read, &all, &limit) };
             let mut failed: Option<String> = None;
             for (at, outcome) in owners.iter().zip(outcomes) {
                 let Some(entry) = fetched.get_mut(*at) else { continue };
@@ -208,7 +231,7 @@ impl Cluster {
             let request = ReleaseRequest { lease_id: answer.lease_id };
             // One that is not released ends by itself.
             let _: Result<DoneResponse, _> =
-                peer.rpc.call("/kvdock.UmbpNode/Release", request, &Limit::within(PARTING));
+                peer.ask_one(instance, "/kvdock.UmbpNode/Release", request, &Limit::within(PARTING));
         }
     }
 }

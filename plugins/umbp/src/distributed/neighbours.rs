@@ -51,6 +51,14 @@ impl Node {
         }
         let text = format!("nodes have left the cluster, and the pages in their memory are gone: {}", gone.join(", "));
         self.host.log(LogLevel::Warn, "umbp", &text);
+        self.peers.forget(&gone);
+        self.host.contents_lost();
+    }
+
+    /// A node of this name has ended, and another one has come in its place before anybody missed it: one whose name and address are settings.
+    pub fn came_anew(&self, id: &str, address: &str) {
+        let text = format!("node {id} at {address} was started anew, and the pages in its memory are gone");
+        self.host.log(LogLevel::Warn, "umbp", &text);
         self.host.contents_lost();
     }
 }

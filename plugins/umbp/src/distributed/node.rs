@@ -13,7 +13,7 @@ use super::limit::Limit;
 use super::master::Master;
 use super::metrics::Figures;
 use super::neighbours::Neighbours;
-use super::peers::{ASK, Peers};
+use super::peers::{ASK, FOREIGN, Peers};
 use super::pool::Pool;
 use super::rdma::Rdma;
 use super::rpc::Failed;
@@ -32,8 +32,6 @@ const REAP: Duration = Duration::from_secs(1);
 const ROUNDS: usize = 4096;
 /// Heartbeats that come to nothing one after another, before it waits for the next.
 const TRIES: usize = 3;
-/// How long a node that can't move bytes to this one is not asked for.
-const FOREIGN: Duration = Duration::from_secs(60);
 /// So many intervals without a heartbeat make a silence.
 const SILENT: u32 = 3;
 /// How often a wait for the master looks whether it can still be reached.

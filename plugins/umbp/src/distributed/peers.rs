@@ -1,4 +1,7 @@
-//! Other nodes, by the addresses that the master gives.
+//! Other nodes, by the names and addresses that the master gives.
+//!
+//! A name, and an address too, may outlive the node that had it: whoever comes after it under both is another incarnation, with another memory and perhaps
+//! another place where it serves bytes. So calls say which incarnation they mean, and one that is not there any more is asked for anew.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,13 +13,17 @@ use tokio::runtime::Handle;
 
 use super::data::lane;
 use super::limit::Limit;
-use super::rpc::Rpc;
+use super::rpc::{Failed, Rpc};
 use crate::wire::peer::{GetPeerInfoRequest, GetPeerInfoResponse};
 
 /// Time of a question that moves no bytes.
 pub const ASK: Duration = Duration::from_secs(10);
 /// How long a node that could not be reached is left alone.
 const PAUSE: Duration = Duration::from_secs(1);
+/// How long a node that is none of kvdock is taken for such a one.
+pub const FOREIGN: Duration = Duration::from_secs(60);
+/// How often one call asks a node anew what it has told of itself.
+pub const ROUNDS: usize = 3;
 /// Nodes that are remembered.
 const MOST: usize = 4096;
 /// Connections to a node that wait for their next use.
@@ -31,14 +38,31 @@ pub struct Info {
     pub rdma: Option<Arc<kvdock_rdma::Peer>>,
 }
 
+/// What a node has told, and when.
+#[derive(Debug, Clone)]
+pub struct Told {
+    /// What it told.
+    pub info: Arc<Info>,
+    /// It was asked just now. Else it was asked earlier, and may have ended since.
+    pub now: bool,
+    /// It is another incarnation than the one that was met before.
+    pub anew: bool,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    info: Option<(Instant, Arc<Info>)>,
+    /// The incarnation that was met last.
+    met: Option<u64>,
+}
+
 /// Another node.
 #[derive(Debug)]
 pub struct Peer {
     /// Its address.
     pub address: String,
-    /// Calls it.
-    pub rpc: Rpc,
-    info: Mutex<Option<Arc<Info>>>,
+    rpc: Rpc,
+    known: Mutex<Known>,
     idle: Mutex<Vec<(u64, TcpStream)>>,
     trouble: Mutex<Option<(Instant, String)>>,
 }
@@ -53,7 +77,8 @@ impl Peer {
     pub fn failed(&self, why: &str) {
         *self.trouble.lock() = Some((Instant::now() + PAUSE, why.to_owned()));
         // Another incarnation of it may come.
-        self.forget();
+        self.known.lock().info = None;
+        self.idle.lock().clear();
     }
 
     /// It has not answered since then. A question that had hardly any time says nothing.
@@ -68,26 +93,36 @@ impl Peer {
         *self.trouble.lock() = None;
     }
 
-    /// What it told of itself may not hold any more.
-    pub fn forget(&self) {
-        *self.info.lock() = None;
-        self.idle.lock().clear();
+    /// What it told does not hold, as it seems: it is asked anew, unless somebody else has done so meanwhile.
+    pub fn outdated(&self, info: &Arc<Info>) {
+        let mut known = self.known.lock();
+        if known.info.as_ref().is_some_and(|(_, told)| Arc::ptr_eq(told, info)) {
+            known.info = None;
+            drop(known);
+            self.idle.lock().clear();
+        }
     }
 
-    /// What it tells of itself; it is asked once.
+    fn told(&self) -> Option<Arc<Info>> {
+        let known = self.known.lock();
+        let (when, info) = known.info.as_ref()?;
+        (info.data.is_some() || when.elapsed() < FOREIGN).then(|| info.clone())
+    }
+
+    /// What it tells of itself; an incarnation of it is asked once.
     ///
     /// # Errors
     /// When it does not answer.
-    pub fn info(&self, limit: &Limit<'_>) -> Result<Arc<Info>, String> {
-        if let Some(info) = self.info.lock().clone() {
-            return Ok(info);
+    pub fn info(&self, limit: &Limit<'_>) -> Result<Told, String> {
+        if let Some(info) = self.told() {
+            return Ok(Told { info, now: false, anew: false });
         }
         if let Some(why) = self.trouble() {
             return Err(why);
         }
         let began = Instant::now();
         let answer: Result<GetPeerInfoResponse, _> =
-            self.rpc.call("/umbp.UMBPPeer/GetPeerInfo", GetPeerInfoRequest {}, &limit.at_most(ASK));
+            self.ask("/umbp.UMBPPeer/GetPeerInfo", GetPeerInfoRequest {}, &limit.at_most(ASK));
         let answer = answer.map_err(|failed| {
             match failed.stop {
                 None => self.failed(&failed.text),
@@ -100,8 +135,40 @@ impl Peer {
             rdma: node.as_ref().and_then(|node| node.rdma.as_ref()).and_then(super::rdma::peer_of),
             data: node.map(|node| (node.instance, node.data_address)),
         });
-        *self.info.lock() = Some(info.clone());
-        Ok(info)
+        let instance = info.data.as_ref().map(|(instance, _)| *instance);
+        let mut known = self.known.lock();
+        let before = std::mem::replace(&mut known.met, instance);
+        known.info = Some((Instant::now(), info.clone()));
+        Ok(Told { info, now: true, anew: before.is_some() && before != instance })
+    }
+
+    /// Asks whoever is there now something that may be asked twice. A connection that lay idle may have been closed by a node that has ended; another
+    /// one may be there.
+    ///
+    /// # Errors
+    /// When there is no answer in time, or it is a refusal.
+    pub fn ask<Q, A>(&self, path: &'static str, request: Q, limit: &Limit<'_>) -> Result<A, Failed>
+    where
+        Q: prost::Message + Clone + 'static,
+        A: prost::Message + Default + 'static,
+    {
+        let began = Instant::now();
+        match self.rpc.call(path, request.clone(), limit) {
+            Err(failed) if failed.is_broken() && began.elapsed() < PAUSE => self.rpc.call(path, request, limit),
+            answer => answer,
+        }
+    }
+
+    /// Asks one incarnation.
+    ///
+    /// # Errors
+    /// When there is no answer in time, or it is a refusal; [`Failed::is_for_another`] when another one is there.
+    pub fn ask_one<Q, A>(&self, instance: u64, path: &'static str, request: Q, limit: &Limit<'_>) -> Result<A, Failed>
+    where
+        Q: prost::Message + 'static,
+        A: prost::Message + Default + 'static,
+    {
+        self.rpc.call_one(Some(instance), path, request, limit)
     }
 
     /// A connection for bytes, and whether it has been used before.
@@ -136,7 +203,7 @@ impl Peer {
 #[derive(Debug)]
 pub struct Peers {
     handle: Handle,
-    known: Mutex<HashMap<String, Arc<Peer>>>,
+    known: Mutex<HashMap<(String, String), Arc<Peer>>>,
 }
 
 impl Peers {
@@ -145,13 +212,14 @@ impl Peers {
         Peers { handle: handle.clone(), known: Mutex::default() }
     }
 
-    /// The node at an address.
+    /// The node of a name at an address. One of another name that was there before is nobody's business.
     ///
     /// # Errors
     /// When the address is none.
-    pub fn at(&self, address: &str) -> Result<Arc<Peer>, String> {
+    pub fn at(&self, id: &str, address: &str) -> Result<Arc<Peer>, String> {
         let mut known = self.known.lock();
-        if let Some(peer) = known.get(address) {
+        let key = (id.to_owned(), address.to_owned());
+        if let Some(peer) = known.get(&key) {
             return Ok(peer.clone());
         }
         if known.len() >= MOST {
@@ -160,11 +228,16 @@ impl Peers {
         let peer = Arc::new(Peer {
             address: address.to_owned(),
             rpc: Rpc::new(&self.handle, "node", address)?,
-            info: Mutex::default(),
+            known: Mutex::default(),
             idle: Mutex::default(),
             trouble: Mutex::default(),
         });
-        known.insert(address.to_owned(), peer.clone());
+        known.insert(key, peer.clone());
         Ok(peer)
+    }
+
+    /// These have left: their connections are of no use any more.
+    pub fn forget(&self, gone: &[String]) {
+        self.known.lock().retain(|(id, _), _| !gone.contains(id));
     }
 }

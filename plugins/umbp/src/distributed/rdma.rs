@@ -40,6 +40,7 @@ pub struct Move {
 
 struct Asking<'a> {
     peer: &'a Peer,
+    instance: u64,
     limit: &'a Limit<'a>,
 }
 
@@ -49,8 +50,7 @@ impl Exchange for Asking<'_> {
         let message = ConnectMessage { description };
         let answer: ConnectMessage = self
             .peer
-            .rpc
-            .call("/kvdock.UmbpNode/Connect", message, &self.limit.at_most(ASK))
+            .ask_one(self.instance, "/kvdock.UmbpNode/Connect", message, &self.limit.at_most(ASK))
             .map_err(|failed| failed.text)?;
         serde_json::from_str(&answer.description).map_err(|error| format!("it answers with no description: {error}"))
     }
@@ -141,13 +141,13 @@ impl Rdma {
         before.any(|(base, len)| start + piece.len <= base + len)
     }
 
-    /// Moves bytes. Each has an outcome.
+    /// Moves bytes between this node and an incarnation of another one. Each has an outcome.
     ///
     /// # Safety
     /// Until this returns, the pieces may be read (for a write) or are this call's alone to write (for a read).
     pub unsafe fn transfer(
         &self,
-        peer: &Peer,
+        (peer, instance): (&Peer, u64),
         reached: &Arc<kvdock_rdma::Peer>,
         operation: Operation,
         moves: &[Move],
@@ -159,7 +159,7 @@ impl Rdma {
             .collect();
         let deadline = || limit.slice().map_err(super::limit::Stop::for_rdma);
         // SAFETY: the caller's promise.
-        unsafe { self.transport.transfer(operation, &jobs, &Asking { peer, limit }, &deadline) }
+        unsafe { self.transport.transfer(operation, &jobs, &Asking { peer, instance, limit }, &deadline) }
     }
 }
 

@@ -7,6 +7,7 @@ use tokio::runtime::Handle;
 use tonic::Code;
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
+use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
@@ -16,6 +17,9 @@ use super::limit::{Limit, Stop};
 pub const MESSAGE: usize = 64 << 20;
 /// How long a connection may take to come about.
 const CONNECT: Duration = Duration::from_secs(5);
+
+/// The header of a call that is meant for one incarnation of a node: its number, in hexadecimal digits.
+pub const INSTANCE: &str = "kvdock-instance";
 
 /// How much longer than this side the other one goes on.
 const LATER: Duration = Duration::from_millis(200);
@@ -29,6 +33,19 @@ pub struct Failed {
     pub stop: Option<Stop>,
     /// In words, with the address.
     pub text: String,
+}
+
+impl Failed {
+    /// The call did not reach its end for the connection's sake, so another one may do better.
+    pub fn is_broken(&self) -> bool {
+        let broken = [Code::Unavailable, Code::Unknown, Code::Internal, Code::Cancelled];
+        self.stop.is_none() && self.code.is_some_and(|code| broken.contains(&code))
+    }
+
+    /// The node that was meant is not there any more; another one answers.
+    pub fn is_for_another(&self) -> bool {
+        self.code == Some(Code::Aborted)
+    }
 }
 
 impl From<Failed> for Error {
@@ -83,6 +100,24 @@ impl Rpc {
         Q: prost::Message + 'static,
         A: prost::Message + Default + 'static,
     {
+        self.call_one(None, path, request, limit)
+    }
+
+    /// As [`Rpc::call`]. Where an incarnation is named, no other one does what it is asked.
+    ///
+    /// # Errors
+    /// As [`Rpc::call`].
+    pub fn call_one<Q, A>(
+        &self,
+        instance: Option<u64>,
+        path: &'static str,
+        request: Q,
+        limit: &Limit<'_>,
+    ) -> Result<A, Failed>
+    where
+        Q: prost::Message + 'static,
+        A: prost::Message + Default + 'static,
+    {
         let method = path.rsplit('/').next().unwrap_or(path);
         let stopped = |stop: Stop| {
             let why = if stop == Stop::Cancelled { "the call was cancelled" } else { "no answer in time" };
@@ -97,6 +132,11 @@ impl Rpc {
             let mut request = tonic::Request::new(request);
             // This side's own clock ends the wait.
             request.set_timeout(left + LATER);
+            if let Some(instance) = instance {
+                let number = MetadataValue::try_from(instance_text(instance));
+                let number = number.map_err(|error| tonic::Status::invalid_argument(error.to_string()))?;
+                request.metadata_mut().insert(INSTANCE, number);
+            }
             grpc.unary(request, PathAndQuery::from_static(path), codec).await
         };
         match self.handle.block_on(limit.race(answer)) {
@@ -110,6 +150,11 @@ impl Rpc {
             }
         }
     }
+}
+
+/// An incarnation as [`INSTANCE`] has it.
+pub fn instance_text(instance: u64) -> String {
+    format!("{instance:016x}")
 }
 
 fn describe(status: &tonic::Status) -> String {

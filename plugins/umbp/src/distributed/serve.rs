@@ -14,7 +14,7 @@ use tonic_prost::ProstCodec;
 
 use super::node::Node;
 use super::pool::{Allocated, Located, PENDING};
-use super::rpc::MESSAGE;
+use super::rpc::{INSTANCE, MESSAGE, instance_text};
 use crate::wire::peer::{
     AbortSlotRequest, AllocateSlotRequest, AllocateSlotResponse, BatchAbortSlotsRequest, BatchAllocateSlotsRequest,
     BatchAllocateSlotsResponse, BatchCommitSlotsRequest, BatchResolveKeysRequest, BatchResolveKeysResponse,
@@ -81,6 +81,11 @@ where
 }
 
 async fn answer(node: Arc<Node>, request: http::Request<Body>) -> http::Response<Body> {
+    let meant = request.headers().get(INSTANCE);
+    if meant.is_some_and(|meant| meant.as_bytes() != instance_text(node.instance).as_bytes()) {
+        return Status::aborted("the node that is meant is not here any more; another one has come to its address")
+            .into_http();
+    }
     match request.uri().path() {
         "/umbp.UMBPPeer/GetPeerInfo" => unary(request, node, false, info).await,
         // Where there are segments, what makes room is written there before, and what is there is read.

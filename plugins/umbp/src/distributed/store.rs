@@ -9,7 +9,7 @@ use super::data::frame::Status;
 use super::data::lane::{self, Fill};
 use super::limit::{Limit, Stop};
 use super::objects::text;
-use super::peers::{ASK, Info, Peer};
+use super::peers::{ASK, Info, Peer, ROUNDS};
 use super::pool::PENDING;
 use super::rdma::{Move, moves};
 use crate::object::{Piece, Put};
@@ -39,6 +39,14 @@ enum Sent {
     InDoubt,
 }
 
+/// Whether a node has done what it could.
+enum Round {
+    Done,
+    /// What it told of itself may not hold any more.
+    Outdated(String),
+    Failed,
+}
+
 impl Cluster {
     /// Says which of the objects the node has now.
     ///
@@ -46,21 +54,46 @@ impl Cluster {
     /// As [`crate::object::Objects::put`].
     pub(super) unsafe fn store_with(&self, id: &str, address: &str, puts: &[&Put], limit: &Limit<'_>) -> Vec<bool> {
         let mut there = vec![false; puts.len()];
-        let Ok(peer) = self.node.peers.at(address) else { return there };
+        let Ok(peer) = self.node.peers.at(id, address) else { return there };
         if peer.trouble().is_some() {
             return there;
         }
-        let info = match peer.info(limit) {
-            Ok(info) => info,
-            Err(_) => return there,
-        };
-        if info.data.is_none() {
-            self.node.is_foreign(id, address);
-            return there;
+        for round in 1..=ROUNDS {
+            let Ok(told) = peer.info(limit) else { break };
+            if told.anew {
+                self.node.came_anew(id, address);
+            }
+            if told.info.data.is_none() {
+                self.node.is_foreign(id, address);
+                break;
+            }
+            // SAFETY: passed on to the caller.
+            match unsafe { self.store_once(&peer, &told.info, puts, &mut there, limit) } {
+                Round::Outdated(_) if !told.now && round < ROUNDS => peer.outdated(&told.info),
+                Round::Outdated(why) => {
+                    peer.failed(&why);
+                    break;
+                }
+                Round::Done | Round::Failed => break,
+            }
         }
+        there
+    }
+
+    /// Stores what is not there yet.
+    unsafe fn store_once(
+        &self,
+        peer: &Peer,
+        info: &Info,
+        puts: &[&Put],
+        there: &mut [bool],
+        limit: &Limit<'_>,
+    ) -> Round {
+        let Some((instance, _)) = info.data else { return Round::Failed };
         // The places are this long the caller's alone.
         let limit = &limit.at_most(PENDING.saturating_sub(MARGIN));
-        let entries = puts.iter().map(|put| AllocateSlotRequest {
+        let asked: Vec<usize> = (0..puts.len()).filter(|at| there.get(*at) == Some(&false)).collect();
+        let entries = asked.iter().filter_map(|at| puts.get(*at)).map(|put| AllocateSlotRequest {
             size: put.len(),
             tier: tier::DRAM,
             key: text(&put.name).to_owned(),
@@ -68,33 +101,33 @@ impl Cluster {
         });
         let request = BatchAllocateSlotsRequest { entries: entries.collect() };
         let began = Instant::now();
-        let slots: BatchAllocateSlotsResponse =
-            match peer.rpc.call("/umbp.UMBPPeer/BatchAllocateSlots", request, &limit.at_most(ASK)) {
-                Ok(slots) => slots,
-                Err(failed) => {
-                    match failed.stop {
-                        None => peer.failed(&failed.text),
-                        Some(_) => peer.silent(began, &failed.text),
-                    }
-                    return there;
+        let path = "/umbp.UMBPPeer/BatchAllocateSlots";
+        let slots: BatchAllocateSlotsResponse = match peer.ask_one(instance, path, request, &limit.at_most(ASK)) {
+            Ok(slots) => slots,
+            Err(failed) => {
+                if failed.stop.is_none() {
+                    return Round::Outdated(failed.text);
                 }
-            };
-        if slots.entries.len() != puts.len() {
-            return there;
+                peer.silent(began, &failed.text);
+                return Round::Failed;
+            }
+        };
+        if slots.entries.len() != asked.len() {
+            return Round::Failed;
         }
         let mut open: Vec<(usize, &AllocateSlotResponse)> = Vec::new();
-        for (number, slot) in slots.entries.iter().enumerate() {
+        for (number, slot) in asked.into_iter().zip(&slots.entries) {
             match slot.outcome {
                 allocated::YES => open.push((number, slot)),
-                allocated::ALREADY_EXISTS => mark(&mut there, number, true),
+                allocated::ALREADY_EXISTS => mark(there, number, true),
                 _ => {}
             }
         }
         if open.is_empty() {
-            return there;
+            return Round::Done;
         }
         // SAFETY: passed on to the caller.
-        let sent = unsafe { self.send(&peer, &info, puts, &open, limit) };
+        let (sent, mut round) = unsafe { self.send(peer, info, puts, &open, limit) };
         let (mut commit, mut committed, mut abort) = (Vec::new(), Vec::new(), Vec::new());
         for ((number, slot), sent) in open.iter().zip(sent) {
             match sent {
@@ -111,18 +144,22 @@ impl Cluster {
         if !commit.is_empty() {
             let request = BatchCommitSlotsRequest { entries: commit };
             let answer: Result<BatchSuccessResponse, _> =
-                peer.rpc.call("/umbp.UMBPPeer/BatchCommitSlots", request, &limit.at_most(ASK));
-            for (number, good) in committed.into_iter().zip(answer.map(|answer| answer.success).unwrap_or_default()) {
-                mark(&mut there, number, good);
+                peer.ask_one(instance, "/umbp.UMBPPeer/BatchCommitSlots", request, &limit.at_most(ASK));
+            match answer {
+                Ok(answer) => {
+                    committed.into_iter().zip(answer.success).for_each(|(number, good)| mark(there, number, good));
+                }
+                Err(failed) if failed.is_for_another() => round = Round::Outdated(failed.text),
+                Err(_) => {}
             }
         }
         if !abort.is_empty() {
             let request = BatchAbortSlotsRequest { slot_ids: abort };
             // Places that were not given back are free again after a while.
             let _: Result<BatchSuccessResponse, _> =
-                peer.rpc.call("/umbp.UMBPPeer/BatchAbortSlots", request, &Limit::within(PARTING));
+                peer.ask_one(instance, "/umbp.UMBPPeer/BatchAbortSlots", request, &Limit::within(PARTING));
         }
-        there
+        round
     }
 
     unsafe fn send(
@@ -132,7 +169,7 @@ impl Cluster {
         puts: &[&Put],
         open: &[(usize, &AllocateSlotResponse)],
         limit: &Limit<'_>,
-    ) -> Vec<Sent> {
+    ) -> (Vec<Sent>, Round) {
         let mut sent = vec![Sent::No; open.len()];
         // SAFETY: passed on to the caller.
         unsafe { self.send_by_rdma(peer, info, puts, open, limit, &mut sent) };
@@ -143,10 +180,11 @@ impl Cluster {
             .filter_map(|(number, slot)| Some(Fill { slot: slot.slot_id, pieces: &puts.get(*number)?.pieces }))
             .collect();
         if fills.is_empty() || limit.left().is_err() {
-            return sent;
+            return (sent, Round::Done);
         }
-        let Some((instance, address)) = &info.data else { return sent };
+        let Some((instance, address)) = &info.data else { return (sent, Round::Failed) };
         let (mut answers, began) = (Vec::new(), Instant::now());
+        let mut round = Round::Done;
         for fresh in [false, true] {
             answers.clear();
             let work = async {
@@ -165,7 +203,7 @@ impl Cluster {
                 Ok(Ok(())) => peer.worked(),
                 // A connection that had lain idle may have been closed meanwhile.
                 Ok(Err((true, _))) if !fresh && answers.is_empty() => continue,
-                Ok(Err((_, error))) => peer.failed(&format!("node {}: {error}", peer.address)),
+                Ok(Err((_, error))) => round = Round::Outdated(format!("node {}: {error}", peer.address)),
                 Err(Stop::TimedOut) => peer.silent(began, &format!("node {}: it takes no bytes", peer.address)),
                 Err(Stop::Cancelled) => {}
             }
@@ -176,7 +214,7 @@ impl Cluster {
                 *sent = Sent::Yes;
             }
         }
-        sent
+        (sent, round)
     }
 
     unsafe fn send_by_rdma(
@@ -189,6 +227,7 @@ impl Cluster {
         sent: &mut [Sent],
     ) {
         let (Some(rdma), Some(reached)) = (&self.node.rdma, &info.rdma) else { return };
+        let Some((instance, _)) = info.data else { return };
         let Some(base) = reached.buffers.first().map(|buffer| buffer.address) else { return };
         let (mut all, mut owners): (Vec<Move>, Vec<usize>) = (Vec::new(), Vec::new());
         for (at, (number, slot)) in open.iter().enumerate() {
@@ -206,7 +245,7 @@ impl Cluster {
         }
         let mut how: Vec<Option<Sent>> = vec![None; open.len()];
         // SAFETY: passed on to the caller.
-        let outcomes = unsafe { rdma.transfer(peer, reached, Operation::Write, &all, limit) };
+        let outcomes = unsafe { rdma.transfer((peer, instance), reached, Operation::Write, &all, limit) };
         for (owner, outcome) in owners.into_iter().zip(outcomes) {
             let one = match outcome {
                 Outcome::Moved => Sent::Yes,

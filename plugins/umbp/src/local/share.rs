@@ -1,4 +1,4 @@
-//! One store of a process, shared by the instances that name the same directories.
+//! One store of a process, shared by the instances that name the same directories, and by ranks that hold the same bytes.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -13,11 +13,26 @@ use super::{Shared, Tiers};
 use crate::config::{Config, Role};
 use crate::object::{Got, Held, Objects, Put, Read, Stored};
 
-/// Stores that are open, by their directories. While it is locked, none is opened or ended.
+/// Stores that are open, by what instances share them for. While it is locked, none is opened or ended.
 static OPEN: LazyLock<Mutex<HashMap<Place, Weak<Running>>>> = LazyLock::new(Mutex::default);
 
-/// Directories, and whether it follows there: a leader and a follower are two stores.
-type Place = (Vec<PathBuf>, bool);
+/// What instances share a store for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Place {
+    /// Its directories, and whether it follows there: a leader and a follower are two stores.
+    Disk(Vec<PathBuf>, bool),
+    /// Memory alone: a name of the ranks that share it, and their settings. With others, they have another one.
+    Memory(String),
+}
+
+impl Place {
+    fn of(config: &Config) -> Option<Place> {
+        match &config.ssd {
+            Some(ssd) => Some(Place::Disk(ssd.dirs.clone(), config.role == Role::Follower)),
+            None => config.shared.as_ref().map(|name| Place::Memory(format!("{name} {config:?}"))),
+        }
+    }
+}
 
 /// A store and its threads.
 #[derive(Debug)]
@@ -47,15 +62,15 @@ pub struct Local {
 }
 
 impl Local {
-    /// Opens a store, or joins the one that this process has open in the same directories.
+    /// Opens a store, or joins the one that this process has open in the same directories, or for the same ranks.
     ///
     /// # Errors
     /// When memory or directories can't be used.
     pub fn open(config: &Config, host: Host) -> Result<Local> {
-        let dirs = config.ssd.as_ref().map(|ssd| (ssd.dirs.clone(), config.role == Role::Follower));
+        let place = Place::of(config);
         let mut open = OPEN.lock();
         open.retain(|_, running| running.strong_count() > 0);
-        let known = dirs.as_ref().and_then(|dirs| open.get(dirs)).and_then(Weak::upgrade);
+        let known = place.as_ref().and_then(|place| open.get(place)).and_then(Weak::upgrade);
         let running = match known {
             Some(running) => {
                 if running.tiers.config != *config {
@@ -69,8 +84,8 @@ impl Local {
             }
             None => {
                 let running = Arc::new(Running::start(config, host)?);
-                if let Some(dirs) = dirs {
-                    open.insert(dirs, Arc::downgrade(&running));
+                if let Some(place) = place {
+                    open.insert(place, Arc::downgrade(&running));
                 }
                 running
             }

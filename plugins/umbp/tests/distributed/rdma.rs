@@ -10,9 +10,10 @@ use rustix::process::{Signal, kill_process};
 use serde_json::json;
 
 use super::super::common::*;
+use super::anew::ELSEWHERE;
 use super::other::{self, PAGE};
 use super::shares::flush;
-use kvdock_tests::umbp::Master;
+use kvdock_tests::umbp::{Master, Port};
 
 fn with_stand_in(name: &str, body: impl FnOnce(&Path)) {
     let folder = tempfile::tempdir().unwrap();
@@ -103,6 +104,30 @@ fn a_node_over_tcp_and_one_with_rdma_share_pages() {
         bench.store(&numbers(100..120));
         flush(&bench);
         assert!(other.has_all(&numbers(100..120)));
+    });
+}
+
+/// Its memory has other addresses and keys then, and its queue pairs are others.
+#[test]
+fn a_node_that_comes_again_under_its_name_at_its_ports_is_reached_by_rdma_at_once() {
+    with_stand_in("a_node_that_comes_again_under_its_name_at_its_ports_is_reached_by_rdma_at_once", |_| {
+        let (master, ports) = (Master::start(&ELSEWHERE), [Port::take(), Port::take()]);
+        let settled = master.config(json!({
+            "data_plane": "rdma", "cache_remote_fetches": false, "node_id": "keeper",
+            "peer_service_port": ports[0].number, "io_engine_port": ports[1].number,
+        }));
+        let small = json!({"data_plane": "rdma", "cache_remote_fetches": false, "dram_capacity_bytes": 1 << 20});
+        let bench = Bench::new(&master.config(small), pool(20, PAGE));
+        for turn in 0..3u64 {
+            let node = Bench::new(&settled, pool(20, PAGE));
+            let all = numbers(turn * 100..turn * 100 + 20);
+            bench.store(&all);
+            assert_eq!(bench.store.stats().unwrap().pages, 0, "turn {turn}: they went to the other node");
+            flush(&node);
+            assert_eq!(bench.count(&all), 20, "turn {turn}\n{}", bench.logs());
+            node.store.close().unwrap();
+        }
+        assert!(!bench.logs().contains("TCP"), "{}", bench.logs());
     });
 }
 

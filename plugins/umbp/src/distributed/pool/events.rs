@@ -50,6 +50,8 @@ pub struct Log {
     seq: u64,
     /// The master has to be told everything.
     whole: bool,
+    /// Number of the last event of what was told so: what did not fit into its message counts too.
+    whole_upto: u64,
     /// Events so far: that happened, that went into bundles, that were acknowledged.
     happened: u64,
     taken: u64,
@@ -65,6 +67,7 @@ impl Default for Log {
             bundles: VecDeque::new(),
             seq: 0,
             whole: true,
+            whole_upto: 0,
             happened: 0,
             taken: 0,
             acknowledged: 0,
@@ -95,6 +98,11 @@ impl Log {
         self.queue.len()
     }
 
+    /// Whether the master has acknowledged so many events. Where it has to be told everything, it knows none of what is here, also if nothing has happened.
+    fn has_told(&self, events: u64) -> bool {
+        !self.whole && self.acknowledged >= events.max(self.whole_upto)
+    }
+
     fn reached(&mut self, upto: u64) {
         if upto > self.acknowledged {
             self.acknowledged = upto;
@@ -122,6 +130,7 @@ impl Pool {
             log.queue.extend(below.map(|(name, len)| event(ADD, &name, len, tier::SSD)));
             log.taken = log.happened;
             log.happened += log.queue.len() as u64;
+            log.whole_upto = log.happened;
             let first = log.queue.len().min(WHOLE);
             let events: Vec<KvEvent> = log.queue.drain(..first).collect();
             log.taken += first as u64;
@@ -189,9 +198,9 @@ impl Pool {
     /// Waits until the master has acknowledged so many events; no longer than until `until`. Says whether it has.
     pub fn wait_acknowledged(&self, events: u64, until: Instant) -> bool {
         let mut state = self.state.lock();
-        while state.log.acknowledged < events {
+        while !state.log.has_told(events) {
             if self.acknowledged.wait_until(&mut state, until).timed_out() {
-                return state.log.acknowledged >= events;
+                return state.log.has_told(events);
             }
         }
         true

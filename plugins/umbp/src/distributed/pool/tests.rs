@@ -230,3 +230,27 @@ fn what_has_gone_is_leaving_until_the_master_has_heard() {
     put(&pool, "a", &mut [1; 10]);
     assert!(!pool.is_leaving("a"));
 }
+
+/// A flush right after the start, or after the master asked for everything, was over before the master knew anything: nothing had happened since.
+#[test]
+fn what_the_master_has_to_be_told_from_the_beginning_was_taken_for_told() {
+    let (pool, mut heard) = (pool(16_400), Heard::default());
+    let told = |pool: &Pool| pool.wait_acknowledged(pool.happened(), Instant::now());
+    assert!(!told(&pool), "the master does not know that there is nothing");
+    heard.hear(&pool);
+    assert!(told(&pool));
+    let name = |number: usize| format!("n{number}");
+    let objects = (0..16_390).map(|number| (name(number), 10, pool.take(10).unwrap())).collect();
+    pool.show(objects);
+    heard.hear(&pool);
+    assert!(told(&pool));
+    pool.tell_all();
+    assert!(!told(&pool));
+    // One message does not hold all of it; the others count too.
+    let beat = pool.beat(BOUNDS);
+    let seq = heard.take(&beat).unwrap();
+    assert!(beat.whole && pool.taken(&beat, seq), "there is more");
+    assert!(!told(&pool));
+    heard.hear(&pool);
+    assert!(told(&pool) && heard.names.len() == 16_390);
+}
