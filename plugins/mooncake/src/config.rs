@@ -3,7 +3,7 @@
 mod rdma;
 mod sources;
 
-use kvdock_plugin_api::{Error, ErrorKind, Open, Result, values};
+use kvdock_plugin_api::{Error, ErrorKind, Identity, Open, Result, values};
 use serde_json::{Map, Value};
 
 use crate::member::SCHEME;
@@ -38,7 +38,7 @@ pub const SCHEMA: &str = r#"{
     },
     "local_hostname": {
       "type": "string", "pattern": "^([^/:\\s\\[\\]]+(:(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|:0+)?|\\[[^\\s/\\[\\]]+\\](:(0*([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))|:0+)?|[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*)$",
-      "description": "Name or address by which peers reach this machine, with a port if the one for handshakes should be fixed. Where the variable MOONCAKE_LOCAL_HOSTNAME or LOCAL_HOSTNAME is set it counts before this key, as with other clients, so that machines can share a configuration; the log says so. Default: localhost, which only peers on this machine reach."
+      "description": "Name or address by which peers reach this machine, with a port if the one for handshakes should be fixed; it grows with the rank where a server has several. Where the variable MOONCAKE_LOCAL_HOSTNAME or LOCAL_HOSTNAME is set it counts before this key, as with other clients, so that machines can share a configuration; the log says so. Default: localhost, which only peers on this machine reach."
     },
     "global_segment_size": {
       "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^([0-9]{1,19} *B?|[0-9]{1,15} *[kK]i?B?|[0-9]{1,12} *Mi?B?|[0-9]{1,9} *(Gi?B?|[gG][bB])|[0-9]{1,7} *Ti?B?)$"}],
@@ -189,6 +189,7 @@ impl Config {
         let mut config = Config::parse(name, &map).map_err(|error| sources::traced(name, error, &origins))?;
         config.notes = notes;
         config.notes.extend(config.unreachable());
+        config.port = port_of_rank(name, config.port, open.identity())?;
         if config.rdma.is_some() {
             config.rdma = Some(rdma::settings(name, &config.device_name, open.identity().tp.0.into(), &variable)?);
         }
@@ -337,6 +338,19 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// The port for handshakes of one rank of a server, all of which have one configuration: they follow one another. 0 stays any.
+fn port_of_rank(instance: &str, first: u16, identity: &Identity) -> Result<u16> {
+    let rank = identity.pp.0 * identity.tp.1.max(1) + identity.tp.0;
+    if first == 0 {
+        return Ok(0);
+    }
+    u16::try_from(u32::from(first) + rank).map_err(|_| {
+        let what =
+            format!("its port is {first}, and rank {rank} has none so far after it; it takes a lower one, or none");
+        fail(instance, "local_hostname", &what)
+    })
 }
 
 /// Whether a host is this machine to whoever asks.

@@ -239,3 +239,15 @@ fn the_schema_takes_the_check_config_and_knows_every_key() {
         assert!(!error.message.contains("no such key"), "{error}");
     }
 }
+
+#[test]
+fn a_fixed_port_grows_with_the_rank() {
+    let of = |first, tp: (u32, u32), pp: (u32, u32)| {
+        port_of_rank("mooncake", first, &Identity { tp, pp, ..kvdock_plugin_api::mock::identity("model") })
+    };
+    assert_eq!(of(7000, (0, 1), (0, 1)).unwrap(), 7000);
+    assert_eq!(of(7000, (1, 2), (1, 2)).unwrap(), 7003);
+    assert_eq!(of(0, (1, 2), (0, 1)).unwrap(), 0);
+    let error = of(65535, (1, 2), (0, 1)).unwrap_err();
+    assert!(error.message.contains("storage.mooncake.local_hostname") && error.message.contains("rank 1"), "{error}");
+}

@@ -26,8 +26,10 @@ pub struct Answer {
     pub body: Vec<u8>,
 }
 
-/// Memory that is set aside at first for an answer. There is more of it as its bytes come, at most twice as much as have come.
+/// Memory that is set aside at first for an answer that is long. There is more of it as its bytes come, at most twice as much as have come.
 const STEP: usize = 64 << 10;
+/// What is read at once where the length of the answer is not known yet: most answers are no longer.
+const FIRST: usize = 4 << 10;
 
 #[derive(Debug)]
 enum Waiting {
@@ -49,7 +51,7 @@ struct State {
     dead: Option<String>,
 }
 
-/// Bytes that have come of the next answer. They stay when the reader's time is over.
+/// Bytes that have come of the next answer, its header among them, and perhaps of those after it. They stay when the reader's time is over.
 #[derive(Debug, Default)]
 struct Incoming {
     header: Option<Reply>,
@@ -202,40 +204,58 @@ impl Connection {
 
     fn read(&self, limit: &Limit<'_>) -> Result<(Reply, Vec<u8>), Reading> {
         let incoming = &mut *self.incoming.lock();
+        // Whoever reads has just asked: there is something to wait for.
+        let mut waits = true;
         loop {
-            let need = incoming.header.map_or(REPLY_HEADER, |header| header.body as usize + header.attachment as usize);
-            while incoming.have < need {
-                if incoming.bytes.len() == incoming.have {
-                    // What is claimed costs nothing before it has come.
-                    incoming.bytes.resize(need.min(incoming.have + incoming.have.max(STEP)), 0);
-                }
-                let room = incoming.bytes.get_mut(incoming.have..).unwrap_or_default();
-                match (&self.stream).read(room) {
-                    Ok(0) => return Err(Reading::Ended("it closed the connection".to_owned())),
-                    Ok(read) => incoming.have += read,
-                    Err(error) if net::is_not_now(&error) => {
-                        net::wait_for(self.stream.as_fd(), PollFlags::IN, limit).map_err(|_| Reading::Stopped)?;
-                    }
-                    Err(error) => return Err(Reading::Ended(format!("the connection broke: {error}"))),
-                }
+            if let Some(answer) = incoming.next().map_err(Reading::Ended)? {
+                return Ok(answer);
             }
-            let bytes = std::mem::take(&mut incoming.bytes);
-            incoming.have = 0;
-            match incoming.header.take() {
-                Some(header) => {
-                    let mut body = bytes;
-                    body.truncate(header.body as usize);
-                    return Ok((header, body));
-                }
-                None => {
-                    let header = bytes.first_chunk().map(Reply::from_bytes);
-                    let header = header.ok_or_else(|| Reading::Ended("a header was cut".to_owned()))?;
-                    let header =
-                        header.map_err(|error| Reading::Ended(format!("what answers is no master: {error}")))?;
-                    incoming.header = Some(header);
-                }
+            if std::mem::take(&mut waits) {
+                net::wait_for(self.stream.as_fd(), PollFlags::IN, limit).map_err(|_| Reading::Stopped)?;
+            }
+            match (&self.stream).read(incoming.room()) {
+                Ok(0) => return Err(Reading::Ended("it closed the connection".to_owned())),
+                Ok(read) => incoming.have += read,
+                Err(error) if net::is_not_now(&error) => waits = true,
+                Err(error) => return Err(Reading::Ended(format!("the connection broke: {error}"))),
             }
         }
+    }
+}
+
+impl Incoming {
+    /// Bytes of the next answer with its header; those of a header as long as that is not known.
+    fn need(&self) -> usize {
+        let rest = self.header.map_or(0, |header| header.body as usize + header.attachment as usize);
+        REPLY_HEADER + rest
+    }
+
+    /// Takes the next answer, if all of it has come.
+    fn next(&mut self) -> Result<Option<(Reply, Vec<u8>)>, String> {
+        if self.header.is_none() && self.have >= REPLY_HEADER {
+            let header = self.bytes.first_chunk().map(Reply::from_bytes).ok_or("a header was cut")?;
+            self.header = Some(header.map_err(|error| format!("what answers is no master: {error}"))?);
+        }
+        let need = self.need();
+        let Some(header) = self.header.take_if(|_| self.have >= need) else { return Ok(None) };
+        let body = self.bytes.get(REPLY_HEADER..REPLY_HEADER + header.body as usize).unwrap_or_default().to_vec();
+        // What has come of the next one stays. Memory for a long answer does not.
+        self.bytes.copy_within(need..self.have, 0);
+        self.have -= need;
+        if self.bytes.len() > STEP {
+            self.bytes.truncate(self.have);
+            self.bytes.shrink_to_fit();
+        }
+        Ok(Some((header, body)))
+    }
+
+    /// Where more bytes are to be read to.
+    fn room(&mut self) -> &mut [u8] {
+        if self.bytes.len() == self.have {
+            // What is claimed costs nothing before it has come.
+            self.bytes.resize(self.need().max(FIRST).min(self.have + self.have.max(STEP)), 0);
+        }
+        self.bytes.get_mut(self.have..).unwrap_or_default()
     }
 }
 
@@ -302,5 +322,40 @@ mod tests {
             let answer = connection.call(1, &[], &Limit::within(Duration::from_secs(60))).unwrap();
             assert!(answer.body == body);
         });
+    }
+
+    #[test]
+    fn answers_that_come_together_or_in_crumbs_are_told_apart() {
+        let (connection, mut master) = pair();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut requests = [0; 3 * REQUEST_HEADER];
+                master.read_exact(&mut requests).unwrap();
+                let frame = |sequence: u32| {
+                    let body = vec![sequence as u8; 5000 * sequence as usize + 1];
+                    let header = Reply { error: 0, sequence, body: body.len() as u32, attachment: 2 };
+                    [&header.to_bytes()[..], &body, b"at"].concat()
+                };
+                let all = [frame(2), frame(0), frame(1)].concat();
+                // One and a half at once, the rest byte by byte.
+                let (first, rest) = all.split_at(10_600);
+                master.write_all(first).unwrap();
+                rest.iter().for_each(|byte| master.write_all(&[*byte]).unwrap());
+            });
+            let calls: Vec<_> = (0..3)
+                .map(|_| scope.spawn(|| connection.call(1, &[], &Limit::within(Duration::from_secs(60))).unwrap()))
+                .collect();
+            let mut lengths: Vec<usize> = calls
+                .into_iter()
+                .map(|call| {
+                    let body = call.join().unwrap().body;
+                    assert!(body.iter().all(|byte| usize::from(*byte) == body.len() / 5000), "mixed up");
+                    body.len()
+                })
+                .collect();
+            lengths.sort_unstable();
+            assert_eq!(lengths, [1, 5001, 10_001]);
+        });
+        assert_eq!(connection.incoming.lock().have, 0);
     }
 }

@@ -1,6 +1,7 @@
 //! Saying which pages are stored.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use kvdock_plugin_api::{Exists, PageStatus, Result};
 
@@ -13,20 +14,31 @@ impl Store {
     pub fn exists(&self, exists: &mut Exists<'_>) -> Result<()> {
         let call = *exists.call();
         call.check()?;
-        let mut asked: Vec<(usize, usize, String)> = Vec::new();
+        // The names stand one after another in one text: hundreds of texts would cost more than what is in them.
+        let mut text = String::new();
+        let mut asked: Vec<(usize, usize, Range<usize>)> = Vec::new();
         // A page that is stored as no object at all is never missing.
         let mut whole: Vec<(usize, usize)> = Vec::new();
         for (number, query) in exists.pools().iter().enumerate() {
             let shape = self.pool(&query.pool)?;
+            let len: usize = shape.objects.iter().map(|object| self.names.object_len(&object.label)).sum();
+            let pages = exists.keys().len().saturating_sub(query.held_pages);
+            text.reserve(pages * len);
+            asked.reserve(pages * shape.objects.len());
             for (at, key) in exists.keys().iter().enumerate().skip(query.held_pages) {
                 whole.push((number, at));
-                asked.extend(shape.objects.iter().map(|object| (number, at, self.names.object(&object.label, key))));
+                for object in shape.objects.iter() {
+                    let first = text.len();
+                    self.names.append(&mut text, &object.label, key);
+                    asked.push((number, at, first..text.len()));
+                }
             }
         }
         let mut missing = HashSet::new();
         let _quiet = self.commit.try_read_until(Store::limit(&call).until());
         for asked in asked.chunks(MOST_NAMES) {
-            let names = asked.iter().map(|(_, _, name)| name.as_str()).collect();
+            let name = |(_, _, name): &(usize, usize, Range<usize>)| text.get(name.clone()).unwrap_or_default();
+            let names = asked.iter().map(name).collect();
             let request = (names, self.member.tenant.as_str());
             let limit = Store::limit(&call).at_most(RPC_TIME);
             let found = self.member.master.call::<rpc::BatchExistKey>(&request, &limit);
@@ -34,9 +46,9 @@ impl Store {
                 Store::count(&self.figures.failures, 1);
                 error_of(&error)
             })?;
-            for ((number, at, name), found) in asked.iter().zip(found) {
-                if found != Ok(true) || self.failed_lately(name) {
-                    missing.insert((*number, *at));
+            for (asked, found) in asked.iter().zip(found) {
+                if found != Ok(true) || self.failed_lately(name(asked)) {
+                    missing.insert((asked.0, asked.1));
                 }
             }
         }
