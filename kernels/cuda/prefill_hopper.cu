@@ -2,7 +2,8 @@
 //
 // A block takes 128 pairs of row and query head that share a KV head: 64 for each of two warpgroups, which compute. One thread of a third starts the copies: keys and values
 // of a tile of KEYS positions come in boxes of rows of one page, into one of STAGES places, as soon as both warpgroups have let go of it. Scores are products of queries
-// and keys in shared memory, weights come from registers, sums stay in them. The two warpgroups go their own ways, so that one's softmax runs beside the other's products.
+// and keys in shared memory, weights come from registers, sums stay in them. A tile's values are multiplied while the softmax of the next tile's scores is taken; and the two
+// warpgroups go their own ways, so that one's softmax runs beside the other's products, too.
 //
 // Bound by arithmetic: 2 * (DIM_K + DIM_V) operations a pair and key against keys and values read once a block.
 //
@@ -160,32 +161,56 @@ paged_prefill_hopper(const f32* q, const void* key_map, const void* value_map, c
     shared_fence();
     warpgroup_barrier(warpgroup);
 
-    f32 sums[DIM_V / 2], most[2] = {-INFINITE, -INFINITE}, total[2] = {0.0f, 0.0f};
+    f32 sums[DIM_V / 2], scores[KEYS / 2], most[2] = {-INFINITE, -INFINITE}, total[2] = {0.0f, 0.0f}, kept[2];
+    u32 weights[KEYS / 16][4];
 #pragma unroll
     for (u32 i = 0; i < DIM_V / 2; i++) sums[i] = 0.0f;
-    const f32 to_log2 = scale * LOG2_E;
-    u32 turn = 0;
-    for (u32 base = first_base; base <= highest; base += KEYS, turn++) {
-        const u32 place = turn % STAGES, parity = turn / STAGES % 2;
-        const u16* tile_keys = shared.keys + place * KEY_TILE;
-        u16* tile_values = shared.values + place * VALUE_TILE;
-
-        f32 scores[KEYS / 2];
 #pragma unroll
-        for (u32 i = 0; i < KEYS / 2; i++) scores[i] = 0.0f;
-        barrier_wait(shared.keys_there + place, parity);
+    for (u32 i = 0; i < KEYS / 2; i++) scores[i] = 0.0f;
+    const f32 to_log2 = scale * LOG2_E;
+
+    // Begins scores = queries * keys of a tile, once these have come.
+    auto begin_scores = [&](u32 turn) {
+        const u32 place = turn % STAGES;
+        barrier_wait(shared.keys_there + place, turn / STAGES % 2);
         hold(scores);
         wgmma_begin();
 #pragma unroll
         for (u32 k = 0; k < DIM_K / 16; k++) {
             const Matrix own = matrix_at(shared.queries + k / 4 * ROWS * 64 + own_row * 64 + k % 4 * 16, 0, 1024);
-            const Matrix all = matrix_at(tile_keys + k / 4 * KEYS * 64 + k % 4 * 16, 0, 1024);
+            const Matrix all = matrix_at(shared.keys + place * KEY_TILE + k / 4 * KEYS * 64 + k % 4 * 16, 0, 1024);
             WGMMA(scores, own, all, k > 0);
         }
         wgmma_commit();
-        wgmma_wait<0>();
-        hold(scores);
-
+    };
+    // Waits for the values of a tile.
+    auto values_of = [&](u32 turn, u32 base) {
+        const u32 place = turn % STAGES;
+        u16* values = shared.values + place * VALUE_TILE;
+        barrier_wait(shared.values_there + place, turn / STAGES % 2);
+        if (base < seen.first || base + KEYS > seen.end) {
+            // Rows that nobody sees have a weight of 0, which takes away all but what is no number.
+            for (u32 i = thread; i < KEYS * (DIM_V / 8); i += 128) {
+                const u32 key = i / (DIM_V / 8), piece = i % (DIM_V / 8);
+                if (base + key >= seen.first && base + key < seen.end) continue;
+                u16* to = values + piece / 8 * KEYS * 64 + key * 64 + piece % 8 * 8;
+                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+            }
+            shared_fence();
+            warpgroup_barrier(warpgroup);
+        }
+        return values;
+    };
+    // Begins sums += weights * values.
+    auto begin_sums = [&](const u16* values) {
+        hold(sums);
+        wgmma_begin();
+#pragma unroll
+        for (u32 k = 0; k < KEYS / 16; k++) Parts<DIM_V>::add(sums, weights[k], values + k * 16 * 64);
+        wgmma_commit();
+    };
+    // Makes weights of scores, up to the sum of their row, which `total` becomes; says in `kept` what is left of the sums before.
+    auto soften = [&](u32 base) {
         const bool whole = base + KEYS - 1 <= own_lowest && base >= own_highest_from;
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
@@ -204,7 +229,7 @@ paged_prefill_hopper(const f32* q, const void* key_map, const void* value_map, c
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 1));
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 2));
             const f32 below = now == -INFINITE ? 0.0f : now;
-            const f32 kept = exp2f(most[i] - below);
+            kept[i] = exp2f(most[i] - below);
             most[i] = now;
             f32 sum = 0.0f;
 #pragma unroll
@@ -216,42 +241,49 @@ paged_prefill_hopper(const f32* q, const void* key_map, const void* value_map, c
                     sum += score;
                 }
             }
-            total[i] = fmaf(total[i], kept, sum);
+            total[i] = fmaf(total[i], kept[i], sum);
+        }
+    };
+    // The weights of the next product with values; no product may be under way.
+    auto take_weights = [&] {
 #pragma unroll
-            for (u32 n = 0; n < DIM_V / 8; n++) {
-                sums[4 * n + 2 * i] *= kept;
-                sums[4 * n + 2 * i + 1] *= kept;
+        for (u32 n = 0; n < DIM_V / 8; n++) {
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                sums[4 * n + 2 * i] *= kept[i];
+                sums[4 * n + 2 * i + 1] *= kept[i];
             }
         }
-        u32 weights[KEYS / 16][4];
 #pragma unroll
         for (u32 k = 0; k < KEYS / 16; k++) {
             // What a thread has of two tiles of scores is what it gives of one of weights.
 #pragma unroll
             for (u32 i = 0; i < 4; i++) weights[k][i] = pack(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
         }
+    };
 
-        barrier_wait(shared.values_there + place, parity);
-        if (base < seen.first || base + KEYS > seen.end) {
-            // Rows that nobody sees have a weight of 0, which takes away all but what is no number.
-            for (u32 i = thread; i < KEYS * (DIM_V / 8); i += 128) {
-                const u32 key = i / (DIM_V / 8), piece = i % (DIM_V / 8);
-                if (base + key >= seen.first && base + key < seen.end) continue;
-                u16* to = tile_values + piece / 8 * KEYS * 64 + key * 64 + piece % 8 * 8;
-                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-            }
-            shared_fence();
-            warpgroup_barrier(warpgroup);
-        }
-        hold(sums);
-        wgmma_begin();
-#pragma unroll
-        for (u32 k = 0; k < KEYS / 16; k++) Parts<DIM_V>::add(sums, weights[k], tile_values + k * 16 * 64);
-        wgmma_commit();
+    begin_scores(0);
+    wgmma_wait<0>();
+    hold(scores);
+    soften(first_base);
+    take_weights();
+    u32 turn = 1;
+    for (u32 base = first_base + KEYS; base <= highest; base += KEYS, turn++) {
+        // The values of the tile before are multiplied while the scores of this one become weights.
+        const u16* values = values_of(turn - 1, base - KEYS);
+        begin_scores(turn);
+        begin_sums(values);
+        wgmma_wait<1>();
+        hold(scores);
+        soften(base);
         wgmma_wait<0>();
         hold(sums);
-        if (lane == 0) barrier_arrive(shared.free + place);
+        if (lane == 0) barrier_arrive(shared.free + (turn - 1) % STAGES);
+        take_weights();
     }
+    begin_sums(values_of(turn - 1, first_base + (turn - 1) * KEYS));
+    wgmma_wait<0>();
+    hold(sums);
 
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {

@@ -53,7 +53,13 @@ fn queries_without_their_swizzle_are_found() {
 
 #[test]
 fn scores_that_are_not_waited_for_are_found() {
-    in_hopper("wgmma_wait<0>();\n        hold(scores);", "wgmma_wait<1>();\n        hold(scores);");
+    in_hopper("wgmma_wait<1>();\n        hold(scores);", "wgmma_wait<2>();\n        hold(scores);");
+}
+
+/// Sums are scaled while the product before is still added to them.
+#[test]
+fn sums_that_are_not_waited_for_are_found() {
+    in_hopper("wgmma_wait<0>();\n        hold(sums);", "wgmma_wait<1>();\n        hold(sums);");
 }
 
 #[test]
