@@ -190,10 +190,13 @@ fn bits_do_not_depend_on_shared_pages() {
                 bits(&read(&device, &out, members.len() * 192))
             };
             let alone: Vec<Vec<u32>> = (0..lengths.len()).map(|i| attend(&[i])).collect();
-            // All in order, the other way round, and a few.
+            // All in order, the other way round, a few, and each with each: of two, keys are read where they lie, and either may
+            // end just behind what they share.
             let all: Vec<usize> = (0..lengths.len()).collect();
             let reversed = all.iter().rev().copied().collect();
-            for members in [all, reversed, vec![3, 19, 7], vec![25, 0]] {
+            let pairs =
+                (17..lengths.len()).flat_map(|a| (17..lengths.len()).map(move |b| vec![a, b])).filter(|p| p[0] != p[1]);
+            for members in [all, reversed, vec![3, 19, 7], vec![25, 0]].into_iter().chain(pairs) {
                 let expected: Vec<u32> = members.iter().flat_map(|i| alone[*i].clone()).collect();
                 assert!(attend(&members) == expected, "{} window {window:?} {members:?}", device.name());
             }

@@ -21,7 +21,8 @@ pub(super) fn attend_split<S: Lanes, E: KvElement>(
     state.clear();
     let positions = || unit.rows.iter().map(|row| call.plan.positions[*row] as usize);
     let first_seen = call.seen(positions().min().unwrap_or(0)).start;
-    let end_seen = positions().max().map_or(0, |position| position + 1);
+    // A unit of rows that share its splits has pages of them alone: the first sequence may end just behind.
+    let end_seen = positions().max().map_or(0, |position| position + 1).min(unit.splits.end * SPLIT);
     let queries = unit.rows.len() * dims.group;
     // With few queries a block is used about once, and widened where it is used.
     let direct = queries <= kernels::GROUP && call.pool.keys_in_groups() && dims.dv == dims.dv_padded;
