@@ -27,6 +27,10 @@ use crate::local::below::Below;
 const JOIN: Duration = Duration::from_secs(10);
 /// How long the runtime may take to end.
 const END: Duration = Duration::from_secs(5);
+/// How long a port that is given may still be somebody else's: one that was just left can be so for a moment, in a process that is being started.
+const LEFT: Duration = Duration::from_secs(3);
+/// Between two looks at such a port.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// What runs for the node.
 #[derive(Debug)]
@@ -64,6 +68,19 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
         }
     }
     Err(last)
+}
+
+/// As [`listen`]; a port that is given may come free meanwhile.
+fn listen_soon(host: &str, port: u16, limit: &Limit<'_>) -> std::io::Result<TcpListener> {
+    let limit = limit.at_most(LEFT);
+    loop {
+        match listen(host, port) {
+            Err(error) if port != 0 && error.kind() == std::io::ErrorKind::AddrInUse && limit.left().is_ok() => {
+                std::thread::sleep(LOOK);
+            }
+            done => return done,
+        }
+    }
 }
 
 /// `host:port`; an IPv6 address stands in brackets.
@@ -130,11 +147,12 @@ impl Cluster {
             .build()
             .map_err(|error| busy("master_address", format!("no threads for the node: {error}")))?;
         let handle = runtime.handle().clone();
-        let service = listen(&cluster.node_address, cluster.peer_port)
+        let limit = Limit::of(call, JOIN);
+        let service = listen_soon(&cluster.node_address, cluster.peer_port, &limit)
             .map_err(|error| busy("peer_service_port", format!("port {}: {error}", cluster.peer_port)))?;
         let data_host =
             if cluster.data_host.is_empty() { cluster.node_address.clone() } else { cluster.data_host.clone() };
-        let data = listen(&data_host, cluster.data_port)
+        let data = listen_soon(&data_host, cluster.data_port, &limit)
             .map_err(|error| busy("io_engine_port", format!("port {}: {error}", cluster.data_port)))?;
         let port = |listener: &TcpListener| listener.local_addr().map_or(0, |address| address.port());
         let address = join(&cluster.node_address, port(&service));
