@@ -485,31 +485,56 @@ impl HostPool {
         self.base.wrapping_add(offset as usize)
     }
 
-    /// CRC-32C of each component of a named pool, computed as it is asked for.
+    /// CRC-32C of each component of a named pool, computed when the first one is asked for.
     ///
     /// # Safety
     ///
     /// `page` is in the pool, and nobody writes it while the iterator lives.
     unsafe fn checksums(&self, pool: usize, page: u32) -> impl Iterator<Item = u32> {
-        let description = &self.descriptions[pool];
         // SAFETY: the caller's promise.
-        description.components.iter().map(move |component| unsafe { self.sum(description, page, component) })
+        std::iter::once_with(move || unsafe { self.sums(&self.descriptions[pool], page) }).flatten()
+    }
+
+    /// CRC-32C of each component of a page, run by run for all of them, so that memory is gone through as it lies, and one component's
+    /// checksum need not wait for the one before.
+    ///
+    /// # Safety
+    ///
+    /// `page` is in the pool, and nobody writes it meanwhile.
+    unsafe fn sums(&self, pool: &HostPoolDescription, page: u32) -> Vec<u32> {
+        let mut sums = vec![0; pool.components.len()];
+        let runs = pool.components.iter().map(|component| component.run_count).max().unwrap_or(0);
+        for run in 0..runs {
+            for (sum, component) in sums.iter_mut().zip(&pool.components) {
+                if run < component.run_count {
+                    // SAFETY: the caller's promise.
+                    *sum = crc32c::crc32c_append(*sum, unsafe { self.run(pool, page, component, run) });
+                }
+            }
+        }
+        sums
     }
 
     /// # Safety
     ///
     /// `page` is in the pool, and nobody writes the component of it meanwhile.
     unsafe fn sum(&self, pool: &HostPoolDescription, page: u32, component: &HostPoolComponent) -> u32 {
+        // SAFETY: the caller's promise.
+        let run = |run| unsafe { self.run(pool, page, component, run) };
+        (0..component.run_count).fold(0, |checksum, number| crc32c::crc32c_append(checksum, run(number)))
+    }
+
+    /// Bytes of one run of a component.
+    ///
+    /// # Safety
+    ///
+    /// `page` is in the pool, and nobody writes the component of it while the bytes are borrowed.
+    unsafe fn run(&self, pool: &HostPoolDescription, page: u32, component: &HostPoolComponent, run: u64) -> &[u8] {
         let segment = pool.segments[component.segment as usize];
-        let start = segment.offset + u64::from(page) * segment.stride + component.offset;
-        (0..component.run_count).fold(0, |checksum, run| {
-            let at = start + run * component.run_stride;
-            // SAFETY: the plan keeps every run inside its segment and every segment inside the mapping, and by the caller's promise nobody
-            // writes it.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize) };
-            crc32c::crc32c_append(checksum, bytes)
-        })
+        let at = segment.offset + u64::from(page) * segment.stride + component.offset + run * component.run_stride;
+        // SAFETY: the plan keeps every run inside its segment and every segment inside the mapping, and by the caller's promise nobody
+        // writes it.
+        unsafe { std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize) }
     }
 
     fn is_sealed(&self, page: u32) -> bool {
