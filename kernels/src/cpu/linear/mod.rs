@@ -73,7 +73,11 @@ impl Target<'_> {
                     *out = sum + bias;
                 }
             }
-            None => out.copy_from_slice(&sums[..count]),
+            // A whole tile is copied as what it is, not as so many floats.
+            None => match out.first_chunk_mut() {
+                Some(out) => *out = *sums,
+                None => out.copy_from_slice(&sums[..count]),
+            },
         }
     }
 }

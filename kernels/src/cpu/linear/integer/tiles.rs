@@ -9,7 +9,7 @@ use super::{BLOCK, Target, Task, with_nibble_format};
 use crate::cpu::memory::FloatArray;
 use crate::cpu::packed::tile::{NibbleFormat, TileFormat};
 use crate::cpu::simd::amx::{Amx, Session};
-use crate::cpu::simd::{Kernel, LANES, Lanes, Machine};
+use crate::cpu::simd::{Kernel, LANES, Lanes, Machine, prefetch};
 use crate::cpu::threads::ThreadPool;
 use crate::error::KernelError;
 
@@ -129,7 +129,7 @@ impl<T: NibbleFormat> Tiles<'_, T> {
     /// The first R rows of each group.
     #[inline(always)]
     fn all<S: Lanes, const R: usize>(&mut self, s: S, session: &Session) {
-        let Task { first_tile, tiles, first_group, groups, .. } = *self.task;
+        let Task { first_tile, tiles, groups, .. } = *self.task;
         let blocks = self.target.weight.shape.cols / BLOCK;
         for first in (0..tiles).step_by(self.cut.tiles) {
             let tiles = self.cut.tiles.min(tiles - first);
@@ -140,17 +140,7 @@ impl<T: NibbleFormat> Tiles<'_, T> {
                 }
                 for group in 0..groups {
                     for tile in 0..tiles {
-                        self.group::<S, R>(s, session, group, tile, part.clone());
-                    }
-                }
-            }
-            for group in 0..groups {
-                for tile in 0..tiles {
-                    let sums = &self.sums[(group * self.cut.tiles + tile) * TILE..][..TILE];
-                    let row = (first_group + group) * GROUP;
-                    for (r, sums) in sums.as_chunks().0.iter().enumerate().take(self.rows.saturating_sub(row)) {
-                        // SAFETY: row and tile exist, and this task alone has them.
-                        unsafe { self.target.put(row + r, first_tile + first + tile, sums) };
+                        self.group::<S, R>(s, session, group, (first_tile + first + tile, tile), part.clone());
                     }
                 }
             }
@@ -191,24 +181,35 @@ impl<T: NibbleFormat> Tiles<'_, T> {
         }
     }
 
-    /// The first R rows of a group for the outputs of an unpacked tile: adds some blocks of k to their sums.
+    /// The first R rows of a group for the outputs of a tile that is unpacked at `place`: adds some blocks of k to their sums, which
+    /// become outputs with the last block.
     #[inline(always)]
     fn group<S: Lanes, const R: usize>(
         &mut self,
         s: S,
         session: &Session,
         group: usize,
-        tile: usize,
+        (tile, place): (usize, usize),
         part: Range<usize>,
     ) {
         const FLOATS: usize = TileLayout::FLOATS;
         let blocks = self.target.weight.shape.cols / BLOCK;
         let x =
             self.x[((self.task.first_group + group) * blocks + part.start) * FLOATS..][..part.len() * FLOATS].as_ptr();
-        let weights = self.weights[tile * self.cut.blocks * WEIGHTS..][..part.len() * WEIGHTS].as_ptr();
+        let weights = self.weights[place * self.cut.blocks * WEIGHTS..][..part.len() * WEIGHTS].as_ptr();
         assert!(self.products.len() >= PAIRS * 2 * TILE);
         let products = self.products.as_mut_ptr();
-        let kept = self.sums[(group * self.cut.tiles + tile) * TILE..][..TILE].as_mut_ptr();
+        let kept = self.sums[(group * self.cut.tiles + place) * TILE..][..TILE].as_mut_ptr();
+        let first_row = (self.task.first_group + group) * GROUP;
+        let count = R.min(self.rows.saturating_sub(first_row));
+        let ends = part.end == blocks;
+        if ends {
+            // Outputs of a row lie far from those of the next one: they are asked for now and written when the sums are done.
+            for row in first_row..first_row + count {
+                let at = row * self.target.weight.shape.rows + tile * LANES;
+                prefetch(self.target.out.wrapping_add(at).cast(), 0);
+            }
+        }
         let mut sums = [s.splat(0.0); R];
         // SAFETY: `x` has the part's blocks of the group, `weights` those of the tile, `products` room for each pair and `kept` for all sums.
         unsafe {
@@ -229,8 +230,15 @@ impl<T: NibbleFormat> Tiles<'_, T> {
             }
             let last = part.len() - 1;
             add_block(s, x.add(last * FLOATS), weights.add(last * WEIGHTS), pair(last), &mut sums);
-            for r in 0..R {
-                s.store(kept.add(r * LANES), sums[r]);
+            if ends {
+                for (r, sums) in sums.into_iter().enumerate().take(count) {
+                    // Row and tile exist, and this task alone has them.
+                    self.target.put(first_row + r, tile, &s.to_array(sums));
+                }
+            } else {
+                for r in 0..R {
+                    s.store(kept.add(r * LANES), sums[r]);
+                }
             }
         }
     }
