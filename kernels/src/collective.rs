@@ -33,7 +33,21 @@ pub trait Collective: Send + Sync {
     ///
     /// # Errors
     /// As [`Collective::all_reduce`].
-    fn all_gather(&self, device: &dyn Device, part: &Buf, len: usize, whole: &mut Buf) -> Result<(), KernelError>;
+    fn all_gather(&self, device: &dyn Device, part: &Buf, len: usize, whole: &mut Buf) -> Result<(), KernelError> {
+        self.all_gather_parts(device, part, &vec![len; self.size()], whole)
+    }
+
+    /// As [`Collective::all_gather`], of parts of different lengths: `lens[rank]` elements of each rank.
+    ///
+    /// # Errors
+    /// As [`Collective::all_reduce`].
+    fn all_gather_parts(
+        &self,
+        device: &dyn Device,
+        part: &Buf,
+        lens: &[usize],
+        whole: &mut Buf,
+    ) -> Result<(), KernelError>;
 }
 
 /// What a rank brings to a call.
@@ -42,6 +56,8 @@ struct Part {
     /// The rank's calls before this one.
     call: u64,
     op: &'static str,
+    /// Elements that the ranks bring: of each, or for a sum one number for all.
+    lens: Arc<[usize]>,
     values: Arc<[f32]>,
 }
 
@@ -90,12 +106,18 @@ impl RankGroup {
     }
 
     /// Hands `values` to the other ranks and gets what all of them bring, in order of the ranks.
-    fn exchange(&self, rank: usize, op: &'static str, values: Arc<[f32]>) -> Result<Vec<Arc<[f32]>>, KernelError> {
+    fn exchange(
+        &self,
+        rank: usize,
+        op: &'static str,
+        lens: &[usize],
+        values: Arc<[f32]>,
+    ) -> Result<Vec<Arc<[f32]>>, KernelError> {
         let mut state = self.state.lock();
         let call = state.calls[rank];
         state.calls[rank] += 1;
         let place = usize::from(!call.is_multiple_of(2));
-        state.parts[place][rank] = Some(Part { call, op, values });
+        state.parts[place][rank] = Some(Part { call, op, lens: lens.into(), values });
         let here = |state: &State| state.parts[place].iter().flatten().filter(|part| part.call == call).count();
         if here(&state) == self.size {
             if state.failure.is_none() {
@@ -117,13 +139,14 @@ impl RankGroup {
 fn disagreement(parts: &[Option<Part>]) -> Option<String> {
     let mut parts = parts.iter().flatten();
     let first = parts.next()?;
-    let other = parts.find(|part| (part.op, part.values.len()) != (first.op, first.values.len()))?;
+    let other = parts.find(|part| (part.op, &part.lens) != (first.op, &first.lens))?;
+    let elements = |part: &Part| part.lens.iter().map(usize::to_string).collect::<Vec<_>>().join("+");
     Some(format!(
         "ranks are at different operations: {} of {} elements, and {} of {}",
         first.op,
-        first.values.len(),
+        elements(first),
         other.op,
-        other.values.len()
+        elements(other)
     ))
 }
 
@@ -145,11 +168,11 @@ impl InProcess {
         op: &'static str,
         device: &dyn Device,
         buf: &Buf,
-        len: usize,
+        (len, lens): (usize, &[usize]),
     ) -> Result<Vec<Arc<[f32]>>, KernelError> {
         let mut own = vec![0.0; len];
         match device.read(buf, 0, &mut own) {
-            Ok(()) => self.group.exchange(self.rank, op, own.into()),
+            Ok(()) => self.group.exchange(self.rank, op, lens, own.into()),
             Err(error) => {
                 self.group.fail(&format!("rank {}: {error}", self.rank));
                 Err(error)
@@ -168,7 +191,7 @@ impl Collective for InProcess {
     }
 
     fn all_reduce(&self, device: &dyn Device, buf: &mut Buf, len: usize) -> Result<(), KernelError> {
-        let parts = self.exchange("all_reduce", device, buf, len)?;
+        let parts = self.exchange("all_reduce", device, buf, (len, &[len]))?;
         let mut sum = vec![0.0; len];
         for (rank, part) in parts.iter().enumerate() {
             match rank {
@@ -179,9 +202,20 @@ impl Collective for InProcess {
         device.write(buf, 0, &sum)
     }
 
-    fn all_gather(&self, device: &dyn Device, part: &Buf, len: usize, whole: &mut Buf) -> Result<(), KernelError> {
-        let parts = self.exchange("all_gather", device, part, len)?;
-        parts.iter().enumerate().try_for_each(|(rank, part)| device.write(whole, rank * len, part))
+    fn all_gather_parts(
+        &self,
+        device: &dyn Device,
+        part: &Buf,
+        lens: &[usize],
+        whole: &mut Buf,
+    ) -> Result<(), KernelError> {
+        let len = lens.get(self.rank).copied().unwrap_or(0);
+        let parts = self.exchange("all_gather", device, part, (len, lens))?;
+        let mut at = 0;
+        parts.iter().try_for_each(|part| {
+            let first = std::mem::replace(&mut at, at + part.len());
+            device.write(whole, first, part)
+        })
     }
 }
 
@@ -248,6 +282,26 @@ mod tests {
             })
             .collect();
         assert!(sums.iter().all(|seen| *seen == expected));
+    }
+
+    #[test]
+    fn parts_of_different_lengths_follow_each_other() {
+        let wholes = ranks(3, |rank, device| {
+            let own = rank.rank() as f32;
+            let part = device.upload(&[own, own + 0.5, own + 0.75]).unwrap();
+            let mut whole = device.alloc(6).unwrap();
+            rank.all_gather_parts(device, &part, &[2, 0, 3], &mut whole).unwrap();
+            values(device, &whole, 6)
+        });
+        assert!(wholes.iter().all(|whole| *whole == [0.0, 0.5, 2.0, 2.5, 2.75, 0.0]), "{wholes:?}");
+        let errors = ranks(2, |rank, device| {
+            let (part, mut whole) = (device.alloc(4).unwrap(), device.alloc(4).unwrap());
+            let lens = if rank.rank() == 0 { [2, 1] } else { [1, 2] };
+            rank.all_gather_parts(device, &part, &lens, &mut whole).unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("all_gather of 2+1 elements, and all_gather of 1+2"), "{error}");
+        }
     }
 
     #[test]

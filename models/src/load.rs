@@ -4,16 +4,15 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvdock_kernels::{Device, InProcess, RankGroup};
+use kvdock_kernels::Device;
 use memmap2::Mmap;
 
 use crate::checkpoint::Checkpoint;
 use crate::digest::{Digests, Progress};
-use crate::families::blocks::share::Share;
 use crate::families::{self, Build, Parts};
 use crate::gguf::Gguf;
 use crate::hf::HfFolder;
-use crate::ranks::RankedModel;
+use crate::ranks::{Groups, RankedModel};
 use crate::stop::stop_ids;
 use crate::template::ChatTemplate;
 use crate::tokenizer::{Tokenizer, token_key};
@@ -29,14 +28,17 @@ pub struct LoadOptions<'a> {
     /// Keeps rows of the cache packed in eight bits with scales, for a family whose published code does so; another one
     /// is refused. Packed rows give other logits than rows in the cache's element type, and as reproducible ones.
     pub packed_rows: bool,
-    /// Devices of further tensor-parallel ranks, which compute the model together with `device`. None: it runs on `device` alone.
+    /// Devices of further ranks, which compute the model together with `device`. None: it runs on `device` alone.
     pub further_ranks: Vec<Arc<dyn Device>>,
+    /// Context-parallel ranks: in how many parts the rows of a pass are dealt out among the devices, which are so many times as many as there are
+    /// tensor-parallel shares. In order of the devices all shares of the first part come first ([`ModelSpec::context_ranks`]).
+    pub context_ranks: usize,
 }
 
 impl LoadOptions<'_> {
     /// Options that tell nobody about the progress.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, progress: &|_, _| {}, packed_rows: false, further_ranks: Vec::new() }
+        Self { device, progress: &|_, _| {}, packed_rows: false, further_ranks: Vec::new(), context_ranks: 1 }
     }
 }
 
@@ -161,8 +163,13 @@ fn finish(
 ) -> Result<LoadedModel, ModelError> {
     let family = families::find(checkpoint)?;
     let devices: Vec<&Arc<dyn Device>> = std::iter::once(&options.device).chain(&options.further_ranks).collect();
-    let group = RankGroup::new(devices.len());
-    let shares: Vec<Share> = InProcess::ranks(&group).into_iter().map(Share::new).collect();
+    let context = options.context_ranks.max(1);
+    if !devices.len().is_multiple_of(context) {
+        let what = format!("{context} parts of the rows do not divide them");
+        return Err(ModelError::Ranks { path: checkpoint.path().to_path_buf(), ranks: devices.len(), what });
+    }
+    let groups = Groups::new(devices.len() / context, context);
+    let shares = groups.places();
     let progress = Progress::new(options.progress, digests.total_bytes());
     let hashed = progress.hashed();
     let (parts, weights_digest) = std::thread::scope(|scope| {
@@ -233,6 +240,7 @@ fn finish(
         draft_pools: geometry.draft_pools,
         page_multiple: geometry.page_multiple,
         ranks: 1,
+        context_ranks: 1,
         bos: identity.bos,
         eos: stop_ids(identity.listed, &tokenizer, template.as_ref()),
         generation: identity.generation,
@@ -244,7 +252,7 @@ fn finish(
         (1, Some(model)) => model,
         (_, last) => {
             ranks.extend(last);
-            let model = RankedModel::new(spec, ranks, group);
+            let model = RankedModel::new(spec, ranks, groups);
             Arc::new(model.map_err(|source| ModelError::Io { path: checkpoint.path().to_path_buf(), source })?)
         }
     };

@@ -101,6 +101,11 @@ impl Logits {
         &mut self.values
     }
 
+    /// Takes a copy of another pass's rows behind its own. Both are in host memory.
+    pub(crate) fn append(&mut self, other: &Logits) {
+        self.values.extend_from_slice(&other.values);
+    }
+
     /// Whether the next passes may leave their rows on a device that chooses tokens ([`Device::samples`]): they then are not in host
     /// memory, and [`Logits::sample`] is all that can be done with them.
     pub fn stay_on_device(&mut self, stay: bool) {

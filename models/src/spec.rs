@@ -91,9 +91,12 @@ pub struct ModelSpec {
     pub draft_pools: Vec<PoolDecl>,
     /// Tokens that a page must hold a multiple of.
     pub page_multiple: usize,
-    /// Tensor-parallel ranks that compute it. With several, [`ModelSpec::pools`] are those of each rank, and the model runs over a
+    /// Ranks that compute it. With several, [`ModelSpec::pools`] are those of each rank, and the model runs over a
     /// [`crate::PoolSet`] of as many ranks.
     pub ranks: usize,
+    /// How many of the ranks have the same share of the model, and deal the rows of a pass out among them: context parallelism. With t of
+    /// `ranks / context_ranks` shares, rank `c * t + s` is the one with share `s` that computes part `c` of the rows.
+    pub context_ranks: usize,
     /// Token that starts a text, where the model has one.
     pub bos: Option<u32>,
     /// All tokens that end a generation, ascending: end of text and end of turn, from the config, the

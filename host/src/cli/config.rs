@@ -52,7 +52,7 @@ fn check_backends(config: &Config) -> Vec<String> {
                 "warning: storage.{backend}.{key} is the host's: plugin {plugin} declares it too, and never sees its value"
             ));
         }
-        table.check_key_scheme(schema)?;
+        table.check_key_scheme(schema, config.cache.layout())?;
         validate(backend, schema, &table.for_schema(schema)).map(drop)
     };
     config.storage.selected().into_iter().filter_map(|backend| check(backend).err()).collect()

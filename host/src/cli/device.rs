@@ -37,20 +37,20 @@ pub(super) fn choose(config: &EngineConfig) -> Result<Arc<dyn Device>, String> {
     cpu(config, 1)
 }
 
-/// The devices of `engine.tp_size` ranks, which share the threads evenly.
+/// The devices of `engine.tp_size` times `engine.cp_size` ranks, which share the threads evenly.
 ///
 /// # Errors
 /// As [`choose`]; several ranks on a GPU.
 pub(super) fn choose_ranks(config: &EngineConfig) -> Result<Vec<Arc<dyn Device>>, String> {
-    let ranks = config.tp_size.max(1) as usize;
+    let ranks = config.ranks();
     if ranks == 1 {
         return Ok(vec![choose(config)?]);
     }
     match config.device {
         DeviceChoice::Cuda => {
             return Err(format!(
-                "engine.tp_size = {ranks}: ranks run on CPUs, as GPUs are not connected with each other yet; set engine.device = \"cpu\" or \
-                 engine.tp_size = 1"
+                "{}: ranks run on CPUs, as GPUs are not connected with each other yet; set engine.device = \"cpu\", or one rank",
+                config.ranks_said()
             ));
         }
         DeviceChoice::Auto => tracing::info!(ranks, "the ranks of the model run on the CPU"),

@@ -13,10 +13,10 @@ use super::sink::CacheSink;
 use super::sizes::{PoolSizes, Wanted, pools};
 use super::{device, machine, memory};
 use crate::cache::{CacheConfig, CacheError, CacheManager};
-use crate::config::{Amount, CacheMode, Config};
+use crate::config::{Amount, CacheMode, Config, KeyScheme};
 use crate::engine::{Engine, EngineConfig, EngineParts, Mailbox};
 use crate::plugin::admin::StorageAdmin;
-use crate::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity, search_path};
+use crate::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity, find, search_path};
 use crate::server::Served;
 use crate::telemetry::{CacheObserver, MetricSources, Metrics};
 
@@ -36,8 +36,9 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         return Err("model.path is not set; name a GGUF file or a Hugging Face folder: --set model.path=FILE".into());
     };
     let devices = device::choose_ranks(&config.engine)?;
-    let device = devices.first().ok_or("engine.tp_size: no rank has a device")?.clone();
-    let model = load_model(path, &devices)?;
+    let device = devices.first().ok_or("no rank has a device")?.clone();
+    check_layouts(config)?;
+    let model = load_model(path, &devices, config.engine.cp_size as usize)?;
     let spec = model.spec().clone();
     let name = config.model.name.clone().unwrap_or_else(|| name_of(path));
 
@@ -149,14 +150,36 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     Ok(Running { engine, storage, served })
 }
 
-fn load_model(path: &Path, devices: &[Arc<dyn Device>]) -> Result<LoadedModel, String> {
+/// Refuses backends that have no names for pages of the host's layout, before anything is loaded or registered. What else is wrong with a
+/// backend its attach finds.
+fn check_layouts(config: &Config) -> Result<(), String> {
+    let folders = search_path(&config.storage.plugin_path);
+    for name in config.storage.selected() {
+        let table = config.storage.table(name);
+        if table.key_scheme == KeyScheme::Kvdock {
+            continue;
+        }
+        let Ok(plugin) = find(&table.plugin, &folders) else { continue };
+        match table.check_key_scheme(&plugin.note.config_schema, config.cache.layout()) {
+            Err(reason) if config.storage.required => return Err(reason),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn load_model(path: &Path, devices: &[Arc<dyn Device>], context_ranks: usize) -> Result<LoadedModel, String> {
     let Some((device, further)) = devices.split_first() else {
-        return Err("engine.tp_size: no rank has a device".to_owned());
+        return Err("no rank has a device".to_owned());
     };
     let progress = Progress::new();
     let update = |done, all| progress.update(done, all);
-    let options =
-        LoadOptions { progress: &update, further_ranks: further.to_vec(), ..LoadOptions::new(device.clone()) };
+    let options = LoadOptions {
+        progress: &update,
+        further_ranks: further.to_vec(),
+        context_ranks,
+        ..LoadOptions::new(device.clone())
+    };
     let model = kvdock_models::load(path, &options);
     progress.finish();
     model.map_err(|error| format!("model.path: {error}"))
@@ -238,6 +261,7 @@ fn settings(config: &Config, device: &str) -> Value {
         "chunked_prefill_size": config.engine.prefill_chunk,
         "max_queued_requests": config.engine.max_queued_requests,
         "tp_size": config.engine.tp_size,
+        "attn_cp_size": config.engine.cp_size,
         "pp_size": config.engine.pp_size,
         "kv_cache_dtype": config.cache.dtype,
         "radix_eviction_policy": config.cache.eviction,

@@ -87,7 +87,13 @@ pub(crate) const KEYS: &[Key] = &[
         "Tensor-parallel ranks, on CPUs: each has its share of heads, MLP columns, experts and vocabulary, a share of engine.threads, and a \
          storage backend of its own. Refused where it does not divide the model's sizes.",
     ),
-    key("engine.cp_size", Kind::Int(1, 1024), "1", "Context-parallel ranks; only 1 is served."),
+    key(
+        "engine.cp_size",
+        Kind::Int(1, 1024),
+        "1",
+        "Context-parallel ranks, on CPUs: each has the whole model (or, with engine.tp_size, each of these shares) and all pages, a share of engine.threads, \
+         and computes its part of the tokens of every step. Logits are those of one rank, bit for bit.",
+    ),
     key("engine.pp_size", Kind::Int(1, 1024), "1", "Pipeline-parallel ranks; only 1 is served."),
     key("engine.dcp_size", Kind::Int(1, 1024), "1", "Decode-context-parallel ranks; only 1 is served."),
     key(

@@ -12,20 +12,21 @@ pub fn check_served(config: &Config) -> Result<(), Vec<String>> {
     let mut refuse = |line: String| refused.push(line);
     let ranks = [
         (
-            "cp_size",
-            config.engine.cp_size,
-            "context parallelism: no rank of this build computes a part of a prompt's tokens",
-        ),
-        (
             "pp_size",
             config.engine.pp_size,
             "pipeline parallelism: ranks of different layers do not agree on hits and failures",
         ),
-        ("dcp_size", config.engine.dcp_size, "decode context parallelism: every rank keeps all tokens of its heads"),
+        (
+            "dcp_size",
+            config.engine.dcp_size,
+            "decode context parallelism: every rank keeps all tokens of its heads, and what a query attends to is never split over ranks",
+        ),
     ];
     for (key, size, why) in ranks {
         if size > 1 {
-            refuse(format!("engine.{key} = {size}: there is no {why}; set 1, and engine.tp_size for several ranks"));
+            refuse(format!(
+                "engine.{key} = {size}: there is no {why}; set 1, and engine.tp_size or engine.cp_size for several ranks"
+            ));
         }
     }
     let selected = config.storage.selected();

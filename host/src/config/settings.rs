@@ -94,7 +94,7 @@ pub struct EngineConfig {
     pub max_queued_requests: u32,
     /// Tensor-parallel ranks.
     pub tp_size: u32,
-    /// Context-parallel ranks.
+    /// Context-parallel ranks; there are so many of each tensor-parallel one.
     pub cp_size: u32,
     /// Pipeline-parallel ranks.
     pub pp_size: u32,
@@ -160,6 +160,20 @@ pub struct CacheConfig {
     pub states: Amount,
     /// `lru`, `lfu`, `slru`, `fifo` or `priority`.
     pub eviction: String,
+}
+
+impl EngineConfig {
+    /// Ranks in all.
+    pub fn ranks(&self) -> usize {
+        self.tp_size.max(1) as usize * self.cp_size.max(1) as usize
+    }
+
+    /// The keys that ask for several ranks, for errors.
+    pub fn ranks_said(&self) -> String {
+        let keys = [("tp_size", self.tp_size), ("cp_size", self.cp_size)];
+        let said = keys.iter().filter(|(_, size)| *size > 1).map(|(key, size)| format!("engine.{key} = {size}"));
+        said.collect::<Vec<_>>().join(", ")
+    }
 }
 
 impl CacheConfig {

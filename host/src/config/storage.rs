@@ -82,22 +82,37 @@ impl BackendTable {
         Ok(table)
     }
 
-    /// Refuses a way of naming pages that a plugin does not know. A plugin whose configuration schema says nothing of it (`x-key-schemes`)
-    /// names pages by kvdock's scheme.
+    /// Refuses a way of naming pages that a plugin does not know, or does not know for pages of the host's `layout`. A plugin whose configuration
+    /// schema says nothing of it (`x-key-schemes`) names pages by kvdock's scheme; one that does not say for which layouts (`x-host-layouts`)
+    /// names those of all.
     ///
     /// # Errors
     /// Names the key and what to set instead.
-    pub fn check_key_scheme(&self, schema: &Json) -> Result<(), String> {
-        let word = self.key_scheme.as_str();
-        let listed = schema.get("x-key-schemes").and_then(Json::as_array);
-        let known = listed.is_some_and(|list| list.iter().any(|known| known == word));
-        if known || self.key_scheme == KeyScheme::Kvdock {
+    pub fn check_key_scheme(&self, schema: &Json, layout: &str) -> Result<(), String> {
+        if self.key_scheme == KeyScheme::Kvdock {
             return Ok(());
         }
-        Err(format!(
-            "storage.{}.key_scheme = \"{word}\": plugin {} names pages by kvdock's own scheme only; set \"kvdock\"",
-            self.name, self.plugin
-        ))
+        let word = self.key_scheme.as_str();
+        let listed = schema.get("x-key-schemes").and_then(Json::as_array);
+        if !listed.is_some_and(|list| list.iter().any(|known| known == word)) {
+            return Err(format!(
+                "storage.{}.key_scheme = \"{word}\": plugin {} names pages by kvdock's own scheme only; set \"kvdock\"",
+                self.name, self.plugin
+            ));
+        }
+        let layouts = schema.get("x-host-layouts").and_then(|of| of.get(word)).and_then(Json::as_array);
+        match layouts {
+            Some(known) if !known.iter().any(|known| known == layout) => {
+                let known: Vec<String> = known.iter().map(Json::to_string).collect();
+                Err(format!(
+                    "storage.{}.key_scheme = \"{word}\": pages of cache.host_layout = \"{layout}\" have no names there; set one of {}, or \
+                     key_scheme = \"kvdock\"",
+                    self.name,
+                    known.join(", ")
+                ))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The backend's own config as its plugin reads it: where `schema` (JSON Schema) wants an
@@ -340,9 +355,15 @@ mod tests {
         assert!(table.overlaid(&object(json!({"sha256": "00"}))).is_err());
         let foreign = table.overlaid(&object(json!({"key_scheme": "sglang"}))).unwrap();
         assert_eq!(foreign.key_scheme, KeyScheme::Sglang);
-        let error = foreign.check_key_scheme(&json!({})).unwrap_err();
+        let error = foreign.check_key_scheme(&json!({}), "page_first").unwrap_err();
         assert!(error.contains("kvdock's own scheme"), "{error}");
-        foreign.check_key_scheme(&json!({"x-key-schemes": ["kvdock", "sglang"]})).unwrap();
-        table.check_key_scheme(&json!({})).unwrap();
+        let mut schema = json!({"x-key-schemes": ["kvdock", "sglang"]});
+        foreign.check_key_scheme(&schema, "layer_first").unwrap();
+        table.check_key_scheme(&json!({}), "page_first").unwrap();
+        schema["x-host-layouts"] = json!({"sglang": ["page_first", "page_head"]});
+        foreign.check_key_scheme(&schema, "page_head").unwrap();
+        table.check_key_scheme(&schema, "layer_first").unwrap();
+        let error = foreign.check_key_scheme(&schema, "layer_first").unwrap_err();
+        assert!(error.contains("cache.host_layout = \"layer_first\"") && error.contains("\"page_head\""), "{error}");
     }
 }

@@ -241,17 +241,16 @@ fn more_backends_than_the_cache_can_tell_apart_were_taken() {
 
 #[test]
 fn what_is_not_served_is_refused_in_words() {
-    for (set, word) in [
-        ("engine.cp_size=2", "context parallelism"),
-        ("engine.pp_size=2", "pipeline parallelism"),
-        ("engine.dcp_size=2", "decode context parallelism"),
-    ] {
+    for (set, word) in
+        [("engine.pp_size=2", "pipeline parallelism"), ("engine.dcp_size=2", "decode context parallelism")]
+    {
         let refused = check_served(&with_set(&[set]).unwrap()).unwrap_err();
         assert_eq!(refused.len(), 1, "{refused:?}");
         assert!(refused[0].contains(word), "{refused:?}");
     }
     let served = [
         "engine.tp_size=4",
+        "engine.cp_size=4",
         "engine.device=auto",
         "engine.device=cuda",
         "storage.break_even=auto",

@@ -77,6 +77,8 @@ pub struct WorkerIdentity {
     pub weights_digest: [u8; 32],
     /// Tensor-parallel rank and size. With replicated pages the namespace does not tell the ranks apart.
     pub tp: (u32, u32),
+    /// Context-parallel rank and size. The namespace never tells these ranks apart: all of them hold the same bytes.
+    pub cp: (u32, u32),
     /// Every tensor-parallel rank holds the same bytes, which the first one writes.
     pub replicated: bool,
 }
@@ -87,6 +89,7 @@ impl WorkerIdentity {
         let namespace = Namespace { weights_sha256: hex(&weights_digest), ..namespace };
         WorkerIdentity {
             tp: namespace.tp,
+            cp: namespace.cp,
             namespace,
             model_name: model_name.to_owned(),
             weights_digest,
@@ -94,26 +97,34 @@ impl WorkerIdentity {
         }
     }
 
-    /// As [`WorkerIdentity::new`], of a group of as many ranks as `namespace.tp` says, all of which hold the same bytes if `replicated`.
+    /// As [`WorkerIdentity::new`], of a group of as many ranks as `namespace.tp` and `namespace.cp` say. If `replicated`, all tensor-parallel ranks hold
+    /// the same bytes.
     pub fn of_ranks(namespace: Namespace, model_name: &str, weights_digest: [u8; 32], replicated: bool) -> Self {
         WorkerIdentity { replicated, ..WorkerIdentity::new(namespace, model_name, weights_digest) }
     }
 
-    /// Ranks of its group.
+    /// Ranks of its group: the tensor-parallel ones of the first context-parallel rank, then those of the next.
     pub fn ranks(&self) -> u32 {
-        self.tp.1
+        self.tp.1 * self.cp.1
+    }
+
+    /// The ranks that write, which come first: rank r holds what rank r modulo their number holds.
+    pub fn writers(&self) -> u32 {
+        if self.replicated { 1 } else { self.tp.1 }
     }
 
     /// The worker that is rank `rank` of the group. Pages that differ between ranks are in a namespace of the rank's own.
     pub fn of_rank(&self, rank: u32) -> Self {
-        let tp = (rank, self.tp.1);
-        let named = if self.replicated { (0, self.tp.1) } else { tp };
-        WorkerIdentity { tp, namespace: Namespace { tp: named, ..self.namespace.clone() }, ..self.clone() }
+        let shares = self.tp.1.max(1);
+        let (tp, cp) = ((rank % shares, shares), (rank / shares, self.cp.1));
+        let named = if self.replicated { (0, shares) } else { tp };
+        let namespace = Namespace { tp: named, cp: (0, self.cp.1), ..self.namespace.clone() };
+        WorkerIdentity { tp, cp, namespace, ..self.clone() }
     }
 
-    /// Whether this rank stores pages that all ranks hold alike.
+    /// Whether this rank stores pages that other ranks hold alike.
     pub fn is_writer(&self) -> bool {
-        self.tp.0 == 0
+        (self.tp.0, self.cp.0) == (0, 0)
     }
 }
 
@@ -170,6 +181,28 @@ mod tests {
         assert_eq!((second.tp, first.is_writer(), second.is_writer()), ((1, 2), true, false));
         let alone = WorkerIdentity::new(namespace(), "m", [1; 32]);
         assert_ne!(alone.namespace.digest(), first.namespace.digest(), "ranks add in another order than one alone");
+    }
+
+    #[test]
+    fn context_parallel_ranks_share_what_the_first_of_them_writes() {
+        let of = |replicated: bool| {
+            let namespace = Namespace { tp: (0, 2), cp: (0, 2), ..namespace() };
+            let group = WorkerIdentity::of_ranks(namespace, "m", [1; 32], replicated);
+            ((0..group.ranks()).map(|rank| group.of_rank(rank)).collect::<Vec<_>>(), group.writers())
+        };
+        let (ranks, writers) = of(false);
+        let places: Vec<_> = ranks.iter().map(|rank| (rank.cp.0, rank.tp.0)).collect();
+        assert_eq!((places, writers), (vec![(0, 0), (0, 1), (1, 0), (1, 1)], 2));
+        for (number, rank) in ranks.iter().enumerate() {
+            let same = ranks.iter().map(|other| other.namespace.digest() == rank.namespace.digest());
+            let expected = (0..4).map(|other| other % 2 == number % 2);
+            assert!(same.eq(expected), "rank {number}: {:?}", rank.namespace);
+            assert_eq!(rank.namespace.cp, (0, 2));
+        }
+        let (ranks, writers) = of(true);
+        assert_eq!(writers, 1);
+        assert!(ranks.iter().all(|rank| rank.namespace.digest() == ranks[0].namespace.digest()));
+        assert_eq!(ranks.iter().map(WorkerIdentity::is_writer).collect::<Vec<_>>(), [true, false, false, false]);
     }
 
     #[test]

@@ -74,7 +74,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let schema = &library.info.note.config_schema;
     let own = request.config.for_schema(schema);
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
-    request.config.check_key_scheme(schema).map_err(fail)?;
+    request.config.check_key_scheme(schema, &request.identity.namespace.host_layout).map_err(fail)?;
     if request.mode == CacheMode::Linker {
         if !library.info.note.capabilities.linker {
             return Err(fail(lacks_linker(&request.config.plugin)));
@@ -126,7 +126,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     }
     let mut ranks = ranks.into_iter();
     let first = ranks.next().ok_or_else(|| fail("there is no rank to open it for".to_owned()))?;
-    let group = Ranks::new(first, ranks.collect(), (states, state), request.identity.replicated);
+    let group = Ranks::new(first, ranks.collect(), (states, state), request.identity.writers() as usize);
     Ok(Opened { instance: Arc::new(group), shown_config })
 }
 
@@ -275,8 +275,8 @@ impl Steps {
             tp_size: self.identity.tp.1,
             pp_rank: namespace.pp.0,
             pp_size: namespace.pp.1,
-            cp_rank: namespace.cp.0,
-            cp_size: namespace.cp.1,
+            cp_rank: self.identity.cp.0,
+            cp_size: self.identity.cp.1,
             dp_rank: 0,
             dp_size: 1,
             dcp_rank: 0,

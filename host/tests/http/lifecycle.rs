@@ -105,6 +105,10 @@ fn starts_that_can_not_work_say_why_in_a_line() {
             "engine.tp_size = 2: ranks run on CPUs",
         ),
         (
+            &["--set", &model, "--set", "engine.cp_size=4", "--set", "engine.device=cuda"],
+            "engine.cp_size = 4: ranks run on CPUs",
+        ),
+        (
             &["--set", &model, "--set", "cache.mode=linker", "--set", "cache.host_tokens=4096"],
             "cache.mode = \"linker\" has no host tier",
         ),

@@ -33,6 +33,12 @@ pub fn try_load_ranks(path: &Path, ranks: usize) -> Result<LoadedModel, ModelErr
     load(path, &LoadOptions { further_ranks: devices(ranks)[1..].to_vec(), ..LoadOptions::new(device()) })
 }
 
+/// Loads onto the devices of `shares` tensor-parallel ranks times `context` context-parallel ones.
+pub fn try_load_context(path: &Path, shares: usize, context: usize) -> Result<LoadedModel, ModelError> {
+    let further_ranks = devices(shares * context)[1..].to_vec();
+    load(path, &LoadOptions { further_ranks, context_ranks: context, ..LoadOptions::new(device()) })
+}
+
 /// Loads onto [`device`].
 pub fn try_load(path: &Path) -> Result<LoadedModel, ModelError> {
     load(path, &LoadOptions::new(device()))

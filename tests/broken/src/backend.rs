@@ -53,7 +53,7 @@ impl Timing {
 
 /// An instance.
 pub struct Backend {
-    /// Its tensor-parallel rank.
+    /// Its number among all ranks.
     pub(crate) rank: u32,
     pub(crate) namespace: [u8; 32],
     pub(crate) store: Arc<Store>,
@@ -181,7 +181,9 @@ impl kvdock_plugin_api::Backend for Backend {
         if fault::is(Fault::HangInOpen) {
             fault::hang();
         }
-        if fault::is(Fault::OpenFailsForRank1) && open.identity().tp.0 == 1 {
+        let (tp, cp) = (open.identity().tp, open.identity().cp);
+        let rank = cp.0 * tp.1.max(1) + tp.0;
+        if fault::is(Fault::OpenFailsForRank1) && rank == 1 {
             return Err(planted("the second rank can't be opened"));
         }
         if fault::is(Fault::RefusalIsForEver) && SIDE_REFUSED.load(Ordering::Relaxed) {
@@ -194,9 +196,9 @@ impl kvdock_plugin_api::Backend for Backend {
         }
         let store = Store::open(config.dir.as_deref(), config.max_bytes)?;
         open.host().log(LogLevel::Debug, "open", &format!("keeps up to {} bytes in memory", config.max_bytes));
-        let loads = Loads::start(open.host(), store.clone(), open.identity().namespace)?;
+        let loads = Loads::start(open.host(), store.clone(), open.identity().namespace, rank)?;
         Ok(Backend {
-            rank: open.identity().tp.0,
+            rank,
             namespace: open.identity().namespace,
             store,
             loads,

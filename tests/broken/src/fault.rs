@@ -106,6 +106,16 @@ faults! {
     GarbageGetOfRank1 = "garbage_get_of_rank_1",
     /// Every set is refused.
     RefuseSetsOfRank1 = "refuse_sets_of_rank_1",
+    /// A load layer by layer never starts: the call does not return.
+    HangInLoadOfRank1 = "hang_in_load_of_rank_1",
+    /// The start of a load layer by layer panics.
+    PanicInLoadOfRank1 = "panic_in_load_of_rank_1",
+    /// The start of a load layer by layer fails.
+    ErrorInLoadOfRank1 = "error_in_load_of_rank_1",
+    /// A load layer by layer gives bytes of the right length that were never stored, as good.
+    GarbageLoadOfRank1 = "garbage_load_of_rank_1",
+    /// Every offload is refused.
+    RefuseOffloadsOfRank1 = "refuse_offloads_of_rank_1",
 
     // Below the safe traits.
     /// The entry answers its table for every version.

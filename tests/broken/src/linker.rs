@@ -30,6 +30,8 @@ struct Shared {
     host: Host,
     store: Arc<Store>,
     namespace: [u8; 32],
+    /// Of the instance, among all ranks.
+    rank: u32,
     state: Mutex<State>,
     changed: Condvar,
     /// Loads that were queued so far; looked at by a fault alone.
@@ -68,11 +70,12 @@ impl Loads {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub fn start(host: Host, store: Arc<Store>, namespace: [u8; 32]) -> Result<Loads> {
+    pub fn start(host: Host, store: Arc<Store>, namespace: [u8; 32], rank: u32) -> Result<Loads> {
         let shared = Arc::new(Shared {
             host,
             store,
             namespace,
+            rank,
             state: Mutex::default(),
             changed: Condvar::new(),
             loads: AtomicUsize::new(0),
@@ -160,6 +163,11 @@ impl Shared {
         Name { namespace: self.namespace, pool: page.pool().name().to_owned(), key: *page.key() }
     }
 
+    /// Whether a fault of the second rank is planted, and this is its instance.
+    fn is_of_rank_1(&self, fault: Fault) -> bool {
+        self.rank == 1 && is(fault)
+    }
+
     fn run_batch(&self, loads: Vec<Load>, start: &Start, stop: &AtomicU8) -> Result<()> {
         let check = || match stop.load(Ordering::Acquire) {
             NOT => start.call.check(),
@@ -198,7 +206,10 @@ impl Shared {
         let found = match self.store.get(&self.name(&page)) {
             None => Err(PageStatus::Missing),
             Some(stored) if stored.bytes.len() != page.len() || !stored.is_sound() => Err(PageStatus::Corrupt),
-            Some(stored) if page.pool().name() == "side" && is(Fault::LoadWrongBytes) => {
+            Some(stored)
+                if page.pool().name() == "side" && is(Fault::LoadWrongBytes)
+                    || self.is_of_rank_1(Fault::GarbageLoadOfRank1) =>
+            {
                 Ok(Stored::new(stored.bytes.iter().map(|byte| byte ^ 1).collect()))
             }
             Some(stored) => Ok(stored),
@@ -249,7 +260,11 @@ impl Shared {
             Ok((self.name(&page), Stored::new(page.to_vec()?)))
         };
         let read_all = || offload.pages().map(read).collect::<Result<Vec<_>>>();
-        let put = |pages| self.store.put(pages).map_err(|_| Error::new(ErrorKind::NoSpace, "the store is full"));
+        let full = || Error::new(ErrorKind::NoSpace, "the store is full");
+        let put = |pages| match self.is_of_rank_1(Fault::RefuseOffloadsOfRank1) {
+            true => Err(full()),
+            false => self.store.put(pages).map_err(|_| full()),
+        };
         let early = is(Fault::OffloadReadsEarly).then(read_all);
         let result =
             wait_until_ready(&offload.ready, &check).and_then(|()| early.unwrap_or_else(read_all)).and_then(|pages| {
@@ -384,9 +399,16 @@ impl Linker for Face {
 
     fn start_layer_wise_loading(backend: &Backend, start: Start) -> Result<()> {
         let shared = &backend.loads.shared;
+        if shared.is_of_rank_1(Fault::HangInLoadOfRank1) {
+            fault::hang();
+        }
+        assert!(!shared.is_of_rank_1(Fault::PanicInLoadOfRank1), "planted: a panic in a load of the second rank");
         let mut state = shared.state.lock();
         // Forgotten with every error below.
         let loads = std::mem::take(&mut state.queued);
+        if shared.is_of_rank_1(Fault::ErrorInLoadOfRank1) {
+            return Err(Error::new(ErrorKind::Unavailable, "planted: a load of the second rank fails"));
+        }
         refuse_devices(&start.ready)?;
         if state.batches.contains_key(&start.batch) {
             let message = format!("batch {} was started already and is not finished", start.batch);

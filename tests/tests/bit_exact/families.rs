@@ -20,11 +20,11 @@ pub struct Family {
 
 impl Family {
     pub fn new(name: &'static str) -> Self {
-        Self::over_ranks(name, 1)
+        Self::over_ranks(name, (1, 1))
     }
 
-    /// The same over so many tensor-parallel ranks. `dense` is a dense one.
-    pub fn over_ranks(name: &'static str, ranks: usize) -> Self {
+    /// The same over so many tensor-parallel times so many context-parallel ranks. `dense` is a dense one.
+    pub fn over_ranks(name: &'static str, ranks: (usize, usize)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         match name {
             "dense" => TinyModel::new(TinyKind::Qwen3).write_hf(folder.path()).unwrap(),
@@ -60,10 +60,11 @@ impl Family {
 }
 
 fn every_tier_gives_the_same_bits(name: &'static str) {
-    every_tier_gives_the_same_bits_over(name, 1);
+    every_tier_gives_the_same_bits_over(name, (1, 1));
 }
 
-pub fn every_tier_gives_the_same_bits_over(name: &'static str, ranks: usize) {
+/// Over tensor-parallel times context-parallel ranks; the bits are those without the latter.
+pub fn every_tier_gives_the_same_bits_over(name: &'static str, ranks: (usize, usize)) {
     let family = Family::over_ranks(name, ranks);
     let page = family.page();
     let whole = family.tokens(PAGES);
@@ -73,7 +74,12 @@ pub fn every_tier_gives_the_same_bits_over(name: &'static str, ranks: usize) {
     branch.splice(2 * page + page / 2.., family.ids("branch", 2 * page));
     let mut other_branch = prompt.clone();
     other_branch.splice(2 * page + 1.., family.ids("other branch", page));
-    let mut reference: Option<(Rows, Rows)> = None;
+    let mut reference: Option<(Rows, Rows)> = (ranks.1 > 1).then(|| {
+        let rig = Family::over_ranks(name, (ranks.0, 1)).start(Setup { chunk: 4096, ..Setup::default() });
+        let alone = (rig.run("cold", &prompt, NEW, None).rows, rig.run("apart", &branch, NEW, Some("apart")).rows);
+        rig.stop();
+        alone
+    });
     for chunk in [page + 5, 4096] {
         let storage = tempfile::tempdir().unwrap();
         let start = |storage: &Path| family.start(Setup { chunk, folder: Some(storage), ..Setup::default() });
@@ -83,7 +89,7 @@ pub fn every_tier_gives_the_same_bits_over(name: &'static str, ranks: usize) {
         let apart = rig.run("apart", &branch, NEW, Some("apart"));
         apart.came_from(Tier::Nowhere, 0);
         let (first, second) = reference.get_or_insert((cold.rows.clone(), apart.rows.clone()));
-        let told = |what: &str| format!("{name}, {ranks} ranks, {what}, chunks of {chunk}");
+        let told = |what: &str| format!("{name}, {ranks:?} ranks, {what}, chunks of {chunk}");
         first.must_equal(&cold.rows, &told("cold"));
         second.must_equal(&apart.rows, &told("a branch, cold"));
         let shared = rig.run("shared", &branch, NEW, None);

@@ -4,6 +4,7 @@
 // A test that cannot go on panics: that is how it fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod context;
 mod families;
 mod faults;
 mod linked;

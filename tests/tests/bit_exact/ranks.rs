@@ -14,19 +14,19 @@ const NEW: u32 = 3;
 #[test]
 fn every_tier_gives_the_same_bits_on_two_ranks() {
     for name in ["dense", "qwen3_moe", "gpt_oss", "glm_dsa", "dsv4", "qwen3_next"] {
-        every_tier_gives_the_same_bits_over(name, 2);
+        every_tier_gives_the_same_bits_over(name, (2, 1));
     }
 }
 
 #[test]
 fn every_tier_gives_the_same_bits_on_four_ranks() {
     for name in ["dense", "mimo", "deepseek_v32"] {
-        every_tier_gives_the_same_bits_over(name, 4);
+        every_tier_gives_the_same_bits_over(name, (4, 1));
     }
 }
 
-/// The folders of the namespaces in a store, with the rank and the number of ranks that each was written for.
-fn namespaces(store: &Path) -> Vec<((u64, u64), PathBuf)> {
+/// The folders of the namespaces in a store, with the tensor-parallel rank and the number of ranks that each was written for.
+pub fn namespaces(store: &Path) -> Vec<((u64, u64), PathBuf)> {
     let folders = fs::read_dir(store).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<_> = folders
         .filter_map(|folder| {
@@ -45,12 +45,12 @@ fn ranks_of(store: &Path) -> Vec<(u64, u64)> {
 }
 
 /// The packs below a folder that hold something.
-fn packs(folder: &Path) -> Vec<PathBuf> {
+pub fn packs(folder: &Path) -> Vec<PathBuf> {
     let packs = fs::read_dir(folder.join("packs")).unwrap().map(|entry| entry.unwrap().path());
     packs.filter(|pack| pack.metadata().unwrap().len() > 4096).collect()
 }
 
-fn start(family: &Family, store: &Path) -> Rig {
+pub fn start(family: &Family, store: &Path) -> Rig {
     family.start(Setup { folder: Some(store), ..Setup::default() })
 }
 
@@ -62,7 +62,7 @@ fn keys_tell_ranks_apart_where_their_bytes_differ() {
         // Latents and index keys are the same on all ranks: one of them writes, all read.
         ("glm_dsa", 2, vec![(0, 2)]),
     ] {
-        let family = Family::over_ranks(name, ranks);
+        let family = Family::over_ranks(name, (ranks, 1));
         let store = tempfile::tempdir().unwrap();
         let rig = start(&family, store.path());
         let prompt = family.ids("prompt", PAGES * family.page() + 2);
@@ -80,7 +80,7 @@ fn pages_of_one_number_of_ranks_are_never_read_by_another() {
     let store = tempfile::tempdir().unwrap();
     let mut tokens = BTreeSet::new();
     for ranks in [1, 2, 4] {
-        let family = Family::over_ranks("dense", ranks);
+        let family = Family::over_ranks("dense", (ranks, 1));
         let prompt = family.ids("prompt", PAGES * family.page() + 2);
         let rig = start(&family, store.path());
         let cold = rig.run("cold", &prompt, NEW, None);
@@ -94,7 +94,7 @@ fn pages_of_one_number_of_ranks_are_never_read_by_another() {
 
 /// Loses or damages pages of rank 1 alone, and asks again after a restart.
 fn with_pages_of_one_rank(harm: impl Fn(&Path)) {
-    let family = Family::over_ranks("dense", 2);
+    let family = Family::over_ranks("dense", (2, 1));
     let store = tempfile::tempdir().unwrap();
     let prompt = family.ids("prompt", PAGES * family.page() + 2);
     let whole = u32::try_from(PAGES * family.page()).unwrap();
@@ -147,7 +147,12 @@ fn a_store_that_one_rank_has_lost_is_asked_for_nothing_more() {
 fn l03_layers_come_to_several_ranks_with_the_same_bits() {
     let families =
         [("dense", 2), ("dense", 4), ("qwen3_moe", 2), ("glm_dsa", 2), ("gpt_oss", 2), ("dsv4", 2), ("qwen3_next", 2)];
-    for (name, ranks) in families {
+    layers_come_with_the_same_bits(&families.map(|(name, ranks)| (name, (ranks, 1))));
+}
+
+/// For each family and its ranks.
+pub fn layers_come_with_the_same_bits(families: &[(&'static str, (usize, usize))]) {
+    for &(name, ranks) in families {
         let family = Family::over_ranks(name, ranks);
         let store = tempfile::tempdir().unwrap();
         let start = || family.start(Setup { folder: Some(store.path()), linked: true, ..Setup::default() });
@@ -160,15 +165,15 @@ fn l03_layers_come_to_several_ranks_with_the_same_bits() {
         rig.empty_device();
         let loaded = rig.run("loaded", &prompt, NEW, None);
         loaded.came_from(Tier::Storage, whole);
-        cold.rows.must_equal(&loaded.rows, &format!("{name} over {ranks} ranks, layer by layer"));
+        cold.rows.must_equal(&loaded.rows, &format!("{name} over {ranks:?} ranks, layer by layer"));
         rig.check_integrity();
         rig.stop();
         let rig = start();
         let restarted = rig.run("restarted", &prompt, NEW, None);
         restarted.came_from(Tier::Storage, whole);
-        cold.rows.must_equal(&restarted.rows, &format!("{name} over {ranks} ranks, after a restart"));
+        cold.rows.must_equal(&restarted.rows, &format!("{name} over {ranks:?} ranks, after a restart"));
         let company = rig.run_in_company("company", &prompt, NEW, None);
-        cold.rows.must_equal(&company.rows, &format!("{name} over {ranks} ranks, beside 7 others"));
+        cold.rows.must_equal(&company.rows, &format!("{name} over {ranks:?} ranks, beside 7 others"));
         rig.check_integrity();
         rig.stop();
     }
@@ -177,7 +182,7 @@ fn l03_layers_come_to_several_ranks_with_the_same_bits() {
 /// The same with pages of one rank damaged: the tail is computed again on all.
 #[test]
 fn l37_pages_that_are_bad_on_one_rank_are_computed_on_all_in_linker_mode() {
-    let family = Family::over_ranks("dense", 2);
+    let family = Family::over_ranks("dense", (2, 1));
     let store = tempfile::tempdir().unwrap();
     let start = || family.start(Setup { folder: Some(store.path()), linked: true, ..Setup::default() });
     let prompt = family.ids("prompt", PAGES * family.page() + 2);

@@ -158,15 +158,17 @@ impl Loaded {
 
     /// As `from`, for pages of `page` tokens or what its pools take.
     pub fn with_page(path: &Path, page: usize) -> Self {
-        Self::over_ranks(path, page, 1)
+        Self::over_ranks(path, page, (1, 1))
     }
 
-    /// As `with_page`, over so many tensor-parallel ranks.
-    pub fn over_ranks(path: &Path, page: usize, ranks: usize) -> Self {
+    /// As `with_page`, over so many tensor-parallel times so many context-parallel ranks.
+    pub fn over_ranks(path: &Path, page: usize, (shares, context): (usize, usize)) -> Self {
+        let ranks = shares * context;
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
         let device = || CpuDevice::new((threads / ranks).max(1)).expect("a CPU device");
         let devices: Vec<Arc<dyn Device>> = (0..ranks).map(|_| Arc::new(device()) as Arc<dyn Device>).collect();
-        let options = LoadOptions { further_ranks: devices[1..].to_vec(), ..LoadOptions::new(devices[0].clone()) };
+        let (first, further_ranks) = (devices[0].clone(), devices[1..].to_vec());
+        let options = LoadOptions { further_ranks, context_ranks: context, ..LoadOptions::new(first) };
         let model = load(path, &options).expect("the model loads");
         let page = page.next_multiple_of(model.spec().page_multiple);
         Self { model, devices, page }
@@ -242,9 +244,9 @@ impl Rig {
             kv_heads: small(kv.kv_heads),
             head_dim_k: small(kv.head_dim_k),
             head_dim_v: small(kv.head_dim_v),
-            tp: (0, small(spec.ranks)),
+            tp: (0, small(spec.ranks / spec.context_ranks)),
             pp: (0, 1),
-            cp: (0, 1),
+            cp: (0, small(spec.context_ranks)),
             numerics_id: spec.numerics_id.clone(),
         };
         let replicated = spec.ranks > 1 && spec.pools.iter().all(PoolDecl::replicated);

@@ -12,6 +12,7 @@ mod families;
 mod faults;
 mod kills;
 mod page_multiples;
+mod rank_faults;
 mod rank_stores;
 mod ranks;
 mod restart;

@@ -130,3 +130,43 @@ fn config_check_refuses_another_file_than_the_pinned_one() {
     let found = error.split(|c: char| !c.is_ascii_alphanumeric()).find(is_digest).unwrap_or_else(|| panic!("{error}"));
     assert_eq!(check(found), (true, String::new()));
 }
+
+/// A plugin that names pages of one layout alone in another engine's way: another layout is refused before the model loads or anything is registered.
+#[test]
+fn a_layout_that_a_backend_has_no_names_for_is_refused_by_the_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    broken::Broken::new()
+        .name("picky")
+        .note(|note| {
+            note["config_schema"]["x-key-schemes"] = json!(["kvdock", "sglang"]);
+            note["config_schema"]["x-host-layouts"] = json!({"sglang": ["page_first"]});
+        })
+        .write(folder.path());
+    let config = folder.path().join("kvdock.toml");
+    let check = |layout: &str, scheme: &str| {
+        let text = format!(
+            "[model]\npath = {:?}\n[cache]\nhost_layout = {layout:?}\n[storage]\nbackend = \"picky\"\nplugin_path = [{:?}]\n\
+             [storage.picky]\nkey_scheme = {scheme:?}\n",
+            paths::model(),
+            folder.path(),
+        );
+        std::fs::write(&config, text).unwrap();
+        let output = Command::new(paths::kvdock()).args(["config", "check"]).arg(&config).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert_eq!(check("page_first", "sglang"), (true, String::new()));
+    assert_eq!(check("layer_first", "kvdock"), (true, String::new()));
+    let (success, error) = check("layer_first", "sglang");
+    assert!(!success && error.contains("cache.host_layout = \"layer_first\" have no names there"), "{error}");
+    assert!(error.contains("set one of \"page_first\""), "{error}");
+    let mut server = Launch::new()
+        .set("storage.plugin_path", json!([folder.path()]))
+        .set("storage.backend", "\"picky\"")
+        .set("storage.picky.key_scheme", "\"sglang\"")
+        .set("cache.host_layout", "\"layer_first\"")
+        .spawn();
+    let status = server.wait();
+    let log = server.finished_log();
+    assert!(!status.success() && log.contains("have no names there"), "{log}");
+    assert!(!log.contains("model loaded"), "{log}");
+}

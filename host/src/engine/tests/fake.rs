@@ -119,6 +119,7 @@ impl FakeModel {
                 draft_pools: Vec::new(),
                 page_multiple: 1,
                 ranks: 1,
+                context_ranks: 1,
                 bos: None,
                 eos: vec![EOS],
                 generation: GenerationDefaults::default(),

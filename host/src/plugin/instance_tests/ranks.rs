@@ -7,7 +7,7 @@ use super::*;
 const LONG: Duration = Duration::from_secs(60);
 
 /// A group of an instance for each name, and the cell that shows what they are together.
-fn group(names: &[&str], replicated: bool) -> (Ranks, Vec<Arc<Knobs>>, Arc<StateCell>) {
+fn group(names: &[&str]) -> (Ranks, Vec<Arc<Knobs>>, Arc<StateCell>) {
     let shown = Arc::new(StateCell::new(names[0], Box::new(|_| {})));
     let states = RankStates::new(names[0], names.len(), shown.clone());
     let opened = names.iter().enumerate().map(|(rank, name)| {
@@ -15,7 +15,7 @@ fn group(names: &[&str], replicated: bool) -> (Ranks, Vec<Arc<Knobs>>, Arc<State
         attach_in(name, 2, settings, states.rank(rank).unwrap().clone())
     });
     let (instances, knobs): (Vec<_>, Vec<_>) = opened.unzip();
-    let ranks = Ranks::new(instances[0].clone(), instances[1..].to_vec(), (states, shown.clone()), replicated);
+    let ranks = Ranks::new(instances[0].clone(), instances[1..].to_vec(), (states, shown.clone()), names.len());
     (ranks, knobs, shown)
 }
 
@@ -48,7 +48,7 @@ fn l17_one_rank_is_called_as_it_is() {
 
 #[test]
 fn ranks_serve_as_one_and_are_closed_as_one() {
-    let (ranks, knobs, shown) = group(&["as one 0", "as one 1"], false);
+    let (ranks, knobs, shown) = group(&["as one 0", "as one 1"]);
     assert_eq!(shown.state(), BackendState::Active);
     assert_eq!(read(&ranks, LONG), (Ok(()), vec![PageStatus::Ok, PageStatus::Missing]));
     set_mood(&knobs[1], Mood::Err);
@@ -66,7 +66,7 @@ fn ranks_serve_as_one_and_are_closed_as_one() {
 
 #[test]
 fn a_panic_of_one_rank_fails_all_of_them() {
-    let (ranks, knobs, shown) = group(&["panic 0", "panic 1"], false);
+    let (ranks, knobs, shown) = group(&["panic 0", "panic 1"]);
     set_mood(&knobs[1], Mood::Panic);
     assert!(read(&ranks, LONG).0.is_err());
     let report = shown.report();
@@ -82,7 +82,7 @@ fn a_panic_of_one_rank_fails_all_of_them() {
 
 #[test]
 fn a_call_that_hangs_on_one_rank_keeps_that_rank_and_no_other() {
-    let (ranks, knobs, shown) = group(&["hang 0", "hang 1"], false);
+    let (ranks, knobs, shown) = group(&["hang 0", "hang 1"]);
     set_mood(&knobs[1], Mood::Hang);
     let (result, _) = read(&ranks, SHORT);
     assert!(result.unwrap_err().pages_in_use);
@@ -105,7 +105,7 @@ fn a_call_that_hangs_on_one_rank_keeps_that_rank_and_no_other() {
 
 #[test]
 fn a_roll_back_closes_every_rank_that_was_opened() {
-    let (ranks, knobs, _) = group(&["roll back 0", "roll back 1"], false);
+    let (ranks, knobs, _) = group(&["roll back 0", "roll back 1"]);
     roll_back(ranks.instances(), Instant::now() + LONG, "rank 2 of 3: no");
     assert_eq!(closed(&knobs), [1, 1]);
 }

@@ -1,33 +1,31 @@
 //! Calls that go to the backends of all ranks at once, and what their answers are together.
 //!
 //! A page of a model that is spread over ranks is as many parts as there are ranks, each in its rank's host pool and stored by its rank's
-//! backend. It can be restored as far as all ranks can, it came if it came on all of them, and it failed if it failed on one. Where all ranks hold
-//! the same bytes, they are one object, which the first rank writes and every rank reads.
+//! backend. It can be restored as far as all ranks can, it came if it came on all of them, and it failed if it failed on one. Where ranks hold
+//! the same bytes, they are one object, which the first of these ranks writes and every one reads.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 
 use super::super::backend::{
     BackendError, BackendLimits, BackendStats, CallOptions, ChainInfo, ErrorKind, Held as PagesHeld, PageKey,
     PageStatus, PoolGroup, Restorable, StorageBackend,
 };
-
-/// The rank that writes what all ranks hold alike.
-const WRITER: usize = 0;
+use super::crew::Crew;
 
 /// The backends of all ranks, in order of the ranks.
 #[derive(Debug)]
 pub struct Fan<B> {
     ranks: Vec<Arc<B>>,
-    /// All ranks hold the same bytes.
-    replicated: bool,
+    /// So many ranks, the first ones, write. The others hold what these do, rank r what rank r modulo `writers` holds.
+    writers: usize,
     held: Mutex<HashMap<Page, Held>>,
     free: Mutex<Vec<Page>>,
     /// By rank.
     faults: Vec<Faults>,
+    pub(super) crew: Crew,
 }
 
 /// What failed on one rank, and so on all.
@@ -53,10 +51,11 @@ struct Held {
 }
 
 impl<B: StorageBackend> Fan<B> {
-    /// The backends `ranks`, of which there is at least one.
-    pub fn new(ranks: Vec<Arc<B>>, replicated: bool) -> Self {
+    /// The backends `ranks`, of which there is at least one. The first `writers` of them write, the others hold what these do.
+    pub fn new(ranks: Vec<Arc<B>>, writers: usize) -> Self {
         let faults = ranks.iter().map(|_| Faults::default()).collect();
-        Fan { ranks, replicated, held: Mutex::default(), free: Mutex::default(), faults }
+        let writers = writers.clamp(1, ranks.len().max(1));
+        Fan { ranks, writers, held: Mutex::default(), free: Mutex::default(), faults, crew: Crew::default() }
     }
 
     /// Calls that failed on a rank, and pages that did not come or go there while they did on another one.
@@ -91,32 +90,29 @@ impl<B: StorageBackend> Fan<B> {
             .unwrap_or(BackendLimits { preferred_batch: 1, concurrency: 1, remove: false, durable: false })
     }
 
-    /// `call` of every rank at the same time, in order of the ranks. One that panics has failed.
+    /// `call` of the first `count` ranks at the same time, in order of the ranks. One that panics has failed.
     fn each<R: Send>(
         &self,
+        count: usize,
         call: impl Fn(usize, &B) -> Result<R, BackendError> + Sync,
     ) -> Vec<Result<R, BackendError>> {
-        let Some((first, others)) = self.ranks.split_first() else { return Vec::new() };
+        let Some((first, others)) = self.ranks[..count.min(self.ranks.len())].split_first() else { return Vec::new() };
         let call = |number: usize, rank: &B| {
             catch_unwind(AssertUnwindSafe(|| call(number, rank))).unwrap_or_else(|_| Err(panicked(rank, number)))
         };
-        let call = &call;
-        thread::scope(|scope| {
-            let spawn = |(index, rank): (usize, &'_ Arc<B>)| {
-                let (name, rank) = (format!("kv-rank-{}", index + 1), Arc::clone(rank));
-                thread::Builder::new().name(name).spawn_scoped(scope, move || call(index + 1, &rank))
-            };
-            let others: Vec<_> = others.iter().enumerate().map(spawn).collect();
-            let mut answers = vec![call(0, first)];
-            for (thread, (number, rank)) in others.into_iter().zip(self.ranks.iter().enumerate().skip(1)) {
-                answers.push(match thread {
-                    Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked(rank.as_ref(), number))),
-                    // No thread for it, so this one does it.
-                    Err(_) => call(number, rank),
-                });
+        let answers: Vec<Mutex<Option<Result<R, BackendError>>>> = others.iter().map(|_| Mutex::new(None)).collect();
+        let beside = |index: usize| {
+            if let (Some(rank), Some(answer)) = (others.get(index), answers.get(index)) {
+                let answered = call(index + 1, rank);
+                *answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answered);
             }
-            answers
-        })
+        };
+        let first = self.crew.beside(others.len(), &beside, |_| call(0, first));
+        let others = answers.into_iter().zip(others.iter().enumerate()).map(|(answer, (index, rank))| {
+            let answer = answer.into_inner().unwrap_or_else(PoisonError::into_inner);
+            answer.unwrap_or_else(|| Err(panicked(rank.as_ref(), index + 1)))
+        });
+        std::iter::once(first).chain(others).collect()
     }
 
     /// The lengths that all ranks can restore.
@@ -127,7 +123,7 @@ impl<B: StorageBackend> Fan<B> {
         held: &PagesHeld,
         chain: &ChainInfo<'_>,
     ) -> Result<Restorable, BackendError> {
-        let answers = self.each(|_, rank| rank.batch_exists(options, keys, held, chain));
+        let answers = self.each(self.ranks.len(), |_, rank| rank.batch_exists(options, keys, held, chain));
         self.agreed(answers, keys.len())
     }
 
@@ -140,7 +136,7 @@ impl<B: StorageBackend> Fan<B> {
         chain: &ChainInfo<'_>,
         request: u64,
     ) -> Result<Restorable, BackendError> {
-        let answers = self.each(|_, rank| rank.lookup(options, keys, held, chain, request));
+        let answers = self.each(self.ranks.len(), |_, rank| rank.lookup(options, keys, held, chain, request));
         self.agreed(answers, keys.len())
     }
 
@@ -169,10 +165,10 @@ impl<B: StorageBackend> Fan<B> {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         let read = |rank: &B, status: &mut [PageStatus]| rank.batch_get(options, group, keys, pages, chain, status);
-        self.paged(group, pages, status, None, read)
+        self.paged(group, pages, status, self.ranks.len(), read)
     }
 
-    /// Stores every rank's part of the pages; of replicated ones the writer's.
+    /// Stores every rank's part of the pages; of ranks that hold the same, the first one's.
     pub fn set(
         &self,
         options: &CallOptions,
@@ -183,7 +179,7 @@ impl<B: StorageBackend> Fan<B> {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         let write = |rank: &B, status: &mut [PageStatus]| rank.batch_set(options, group, keys, pages, chain, status);
-        self.paged(group, pages, status, self.writer(), write)
+        self.paged(group, pages, status, self.writers, write)
     }
 
     /// As [`Fan::set`], by the linker face.
@@ -197,7 +193,7 @@ impl<B: StorageBackend> Fan<B> {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         let write = |rank: &B, status: &mut [PageStatus]| rank.offload(options, group, keys, pages, chain, status);
-        self.paged(group, pages, status, self.writer(), write)
+        self.paged(group, pages, status, self.writers, write)
     }
 
     /// Removes every rank's part of the pages.
@@ -209,31 +205,21 @@ impl<B: StorageBackend> Fan<B> {
         status: &mut [PageStatus],
     ) -> Result<(), BackendError> {
         let remove = |rank: &B, status: &mut [PageStatus]| rank.batch_remove(options, group, keys, status);
-        self.paged(group, &[], status, self.writer(), remove)
+        self.paged(group, &[], status, self.writers, remove)
     }
 
-    /// Who alone changes the store; `None` for all.
-    fn writer(&self) -> Option<usize> {
-        self.replicated.then_some(WRITER)
-    }
-
-    /// A call with a status for each page. Where it is made on one rank `only`, the others have nothing to do and succeed.
+    /// A call with a status for each page, of the first `callers` ranks. The others have nothing to do and succeed.
     fn paged(
         &self,
         group: PoolGroup,
         pages: &[u32],
         status: &mut [PageStatus],
-        only: Option<usize>,
+        callers: usize,
         call: impl Fn(&B, &mut [PageStatus]) -> Result<(), BackendError> + Sync,
     ) -> Result<(), BackendError> {
         let used: Vec<Page> = pages.iter().map(|&page| (group, page)).collect();
-        if let Some((number, rank)) = only.and_then(|only| Some((only, self.ranks.get(only)?))) {
-            let result = call(rank, status);
-            self.take_late(&used, usize::from(in_use(&result)));
-            return result.map_err(|error| self.failed(error, number));
-        }
         let blank = status.to_vec();
-        let answers = self.each(|_, rank| {
+        let answers = self.each(callers, |_, rank| {
             let mut status = blank.clone();
             let result = call(rank, &mut status);
             Ok((result, status))
@@ -275,25 +261,16 @@ impl<B: StorageBackend> Fan<B> {
         results.into_iter().next().unwrap_or(Ok(()))
     }
 
-    /// `call` of every rank, the first failure being that of all.
-    pub fn all(&self, call: impl Fn(&B) -> Result<(), BackendError> + Sync) -> Result<(), BackendError> {
-        let answers = self.each(|_, rank| call(rank));
-        answers.into_iter().enumerate().try_for_each(|(rank, answer)| answer.map_err(|error| self.failed(error, rank)))
-    }
-
-    /// As [`Fan::all`], of the ranks that write.
+    /// `call` of every rank that writes, the first failure being that of all.
     pub fn writers(&self, call: impl Fn(&B) -> Result<(), BackendError> + Sync) -> Result<(), BackendError> {
-        match self.writer().and_then(|writer| Some((writer, self.ranks.get(writer)?))) {
-            Some((writer, rank)) => call(rank).map_err(|error| self.failed(error, writer)),
-            None => self.all(call),
-        }
+        let answers = self.each(self.writers, |_, rank| call(rank));
+        answers.into_iter().enumerate().try_for_each(|(rank, answer)| answer.map_err(|error| self.failed(error, rank)))
     }
 
     /// Figures of the stores: pages of the first rank, bytes and failures of all that write.
     pub fn stats(&self) -> Result<BackendStats, BackendError> {
-        let writers = if self.replicated { &self.ranks[..1.min(self.ranks.len())] } else { &self.ranks[..] };
         let mut all: Option<BackendStats> = None;
-        for (number, rank) in writers.iter().enumerate() {
+        for (number, rank) in self.ranks.iter().take(self.writers).enumerate() {
             let rank = rank.stats().map_err(|error| self.failed(error, number))?;
             all = Some(all.map_or(rank, |all| BackendStats {
                 pages: all.pages,

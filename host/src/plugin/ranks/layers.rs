@@ -3,10 +3,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
 use std::time::Duration;
 
-use super::super::backend::{BackendError, CallOptions, ErrorKind, LayerLoad, PageStatus, PoolGroup, StorageBackend};
+use super::super::backend::{BackendError, CallOptions, LayerLoad, PageStatus, PoolGroup, StorageBackend};
 use super::fan::{Fan, OfPages, Page, panicked};
 
 /// How often the caller looks, should no rank have news.
@@ -70,31 +69,27 @@ impl<B: StorageBackend> Fan<B> {
             news.tell();
             result.map(|result| (result, status)).map_err(|_| panicked(rank.as_ref(), number))
         };
-        let load = &load;
-        let answers: Vec<Result<OfPages, BackendError>> = thread::scope(|scope| {
-            let spawn = |number: usize| {
-                thread::Builder::new().name(format!("kv-rank-{number}")).spawn_scoped(scope, move || load(number))
-            };
-            let threads: Vec<_> = (0..ranks.len()).map(spawn).collect();
-            let begun = threads.iter().flatten().count();
+        let answers: Vec<Mutex<Option<Result<OfPages, BackendError>>>> =
+            ranks.iter().map(|_| Mutex::new(None)).collect();
+        let body = |number: usize| {
+            let answered = load(number);
+            if let Some(answer) = answers.get(number) {
+                *answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answered);
+            }
+        };
+        self.crew.beside(ranks.len(), &body, |begun| {
             while news.ended.load(Ordering::Acquire) < begun {
                 news.wait();
                 settle(words, &own);
                 watch();
             }
-            settle(words, &own);
-            let answer = |(number, thread): (usize, std::io::Result<thread::ScopedJoinHandle<'_, _>>)| match thread {
-                Ok(thread) => thread.join().unwrap_or_else(|_| Err(panicked(ranks[number].as_ref(), number))),
-                Err(error) => Err(BackendError {
-                    backend: ranks[number].name().to_owned(),
-                    kind: ErrorKind::Unavailable,
-                    retryable: true,
-                    message: format!("no thread for its load: {error}"),
-                    pages_in_use: false,
-                }),
-            };
-            threads.into_iter().enumerate().map(answer).collect()
         });
+        settle(words, &own);
+        let answers = answers.into_iter().zip(ranks.iter().enumerate()).map(|(answer, (number, rank))| {
+            let answer = answer.into_inner().unwrap_or_else(PoisonError::into_inner);
+            answer.unwrap_or_else(|| Err(panicked(rank.as_ref(), number)))
+        });
+        let answers: Vec<_> = answers.collect();
         let of_group = |load: &LayerLoad<'_>, group: PoolGroup| {
             let pages = load.lanes[group as usize].pages;
             pages.iter().map(|&page| (group, page)).collect::<Vec<Page>>()

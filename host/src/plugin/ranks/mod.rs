@@ -1,5 +1,6 @@
 //! A backend of a model that is spread over ranks: an instance of the plugin for each rank, which the cache uses as one.
 
+mod crew;
 mod fan;
 mod layers;
 mod state;
@@ -46,18 +47,19 @@ impl Ranks {
     /// An instance without other ranks.
     pub fn alone(instance: Arc<Instance>) -> Ranks {
         let state = instance.state().clone();
-        Ranks { state, states: None, fan: Fan::new(vec![instance.clone()], false), first: instance }
+        Ranks { state, states: None, fan: Fan::new(vec![instance.clone()], 1), first: instance }
     }
 
-    /// The instances `first` and `further`, whose states are `states`, shown in `state`. `replicated`: every rank holds the same bytes.
+    /// The instances `first` and `further`, whose states are `states`, shown in `state`. The first `writers` of them store pages: a rank holds
+    /// the same bytes as the one of these whose number is its own modulo `writers`.
     pub fn new(
         first: Arc<Instance>,
         further: Vec<Arc<Instance>>,
         (states, state): (Arc<RankStates>, Arc<StateCell>),
-        replicated: bool,
+        writers: usize,
     ) -> Ranks {
         let ranks = std::iter::once(first.clone()).chain(further).collect();
-        Ranks { first, state, states: Some(states), fan: Fan::new(ranks, replicated) }
+        Ranks { first, state, states: Some(states), fan: Fan::new(ranks, writers) }
     }
 
     fn is_alone(&self) -> bool {

@@ -173,9 +173,15 @@ impl StorageBackend for Fake {
     }
 }
 
-fn fan_of(ranks: Vec<Fake>, replicated: bool) -> (Fan<Fake>, Vec<Arc<Fake>>) {
+/// Each rank has bytes of its own.
+fn fan_of(ranks: Vec<Fake>) -> (Fan<Fake>, Vec<Arc<Fake>>) {
+    let writers = ranks.len();
+    fan_writing(ranks, writers)
+}
+
+fn fan_writing(ranks: Vec<Fake>, writers: usize) -> (Fan<Fake>, Vec<Arc<Fake>>) {
     let ranks: Vec<Arc<Fake>> = ranks.into_iter().map(Arc::new).collect();
-    (Fan::new(ranks.clone(), replicated), ranks)
+    (Fan::new(ranks.clone(), writers), ranks)
 }
 
 fn says(says: &[PageStatus]) -> Fake {
@@ -200,7 +206,7 @@ fn get(fan: &Fan<Fake>, count: usize) -> (Result<(), BackendError>, Vec<PageStat
 #[test]
 fn l03_a_prefix_counts_as_far_as_every_rank_has_it() {
     let present = |present: [bool; 4]| Fake { present: present.to_vec(), ..Fake::default() };
-    let (fan, _) = fan_of(vec![present([true, true, true, false]), present([true, true, false, true])], false);
+    let (fan, _) = fan_of(vec![present([true, true, true, false]), present([true, true, false, true])]);
     let found = fan.exists(&options(), &KEYS, &Held::default(), &ChainInfo::default()).unwrap();
     assert_eq!(found.longest(), 2);
     assert!(!found.has_page(2) && !found.has_page(3), "neither has what only one rank has");
@@ -209,21 +215,21 @@ fn l03_a_prefix_counts_as_far_as_every_rank_has_it() {
 #[test]
 fn l03_lengths_of_which_ranks_have_some_are_cut_to_common_ones() {
     let lengths = |lengths: &[usize]| Fake { lengths: Some(lengths.to_vec()), ..Fake::default() };
-    let (fan, _) = fan_of(vec![lengths(&[2, 4]), lengths(&[2])], false);
+    let (fan, _) = fan_of(vec![lengths(&[2, 4]), lengths(&[2])]);
     let found = fan.exists(&options(), &KEYS, &Held::default(), &ChainInfo::default()).unwrap();
     assert_eq!((found.longest(), found.contains(4)), (2, false), "not the least of the greatest");
 }
 
 #[test]
 fn a_page_came_when_it_came_on_every_rank() {
-    let (fan, _) = fan_of(vec![says(&[There, There, Missing, There]), says(&[There, Corrupt, There, Failed])], false);
+    let (fan, _) = fan_of(vec![says(&[There, There, Missing, There]), says(&[There, Corrupt, There, Failed])]);
     let (result, status) = get(&fan, 4);
     assert_eq!((result, status), (Ok(()), vec![There, Corrupt, Missing, Failed]));
 }
 
 #[test]
 fn what_one_rank_refuses_is_not_stored() {
-    let (fan, ranks) = fan_of(vec![says(&[There, There]), says(&[There, Refused])], false);
+    let (fan, ranks) = fan_of(vec![says(&[There, There]), says(&[There, Refused])]);
     let mut status = [PageStatus::Unset; 2];
     fan.set(&options(), FULL, &KEYS[..2], &PAGES[..2], &ChainInfo::default(), &mut status).unwrap();
     assert_eq!(status, [There, Refused]);
@@ -232,7 +238,7 @@ fn what_one_rank_refuses_is_not_stored() {
 
 #[test]
 fn m12_of_pages_that_all_ranks_hold_alike_one_rank_is_the_writer_and_all_read() {
-    let (fan, ranks) = fan_of(vec![says(&[There]), says(&[There]), says(&[There])], true);
+    let (fan, ranks) = fan_writing(vec![says(&[There]), says(&[There]), says(&[There])], 1);
     let mut status = [PageStatus::Unset];
     fan.set(&options(), FULL, &KEYS[..1], &PAGES[..1], &ChainInfo::default(), &mut status).unwrap();
     assert_eq!(status, [There], "the others have nothing to do, and succeed");
@@ -246,9 +252,31 @@ fn m12_of_pages_that_all_ranks_hold_alike_one_rank_is_the_writer_and_all_read() 
 }
 
 #[test]
+fn m12_of_ranks_that_hold_the_same_the_first_one_writes() {
+    // Two shares, each on two ranks: 0 and 2 hold the same, 1 and 3.
+    let (fan, ranks) = fan_writing((0..4).map(|_| says(&[There, There])).collect(), 2);
+    let mut status = [PageStatus::Unset; 2];
+    fan.set(&options(), FULL, &KEYS[..2], &PAGES[..2], &ChainInfo::default(), &mut status).unwrap();
+    assert_eq!(status, [There; 2]);
+    assert_eq!(get(&fan, 2), (Ok(()), vec![There; 2]));
+    fan.writers(|rank| rank.clear(&options())).unwrap();
+    assert!(ranks[..2].iter().all(|rank| rank.calls() == ["set", "get", "clear"]));
+    assert!(ranks[2..].iter().all(|rank| rank.calls() == ["get"]));
+    assert_eq!(fan.stats().unwrap().bytes_used, 20, "of what two of them wrote");
+    // A page that one writer refuses is not stored; one that a reader misses did not come.
+    let (fan, _) = fan_writing(vec![says(&[There]), says(&[Refused]), says(&[There]), says(&[There])], 2);
+    let mut status = [PageStatus::Unset];
+    fan.set(&options(), FULL, &KEYS[..1], &PAGES[..1], &ChainInfo::default(), &mut status).unwrap();
+    assert_eq!(status, [Refused]);
+    let (fan, _) = fan_writing(vec![says(&[There]), says(&[There]), says(&[There]), says(&[Missing])], 2);
+    assert_eq!(get(&fan, 1), (Ok(()), vec![Missing]));
+    assert_eq!((fan.faults(3), fan.faults(0)), ((0, 1), (0, 0)));
+}
+
+#[test]
 fn a_read_that_fails_on_one_rank_fails_on_all_and_says_where() {
     let failing = Fake { fails: Some(false), ..says(&[There, There]) };
-    let (fan, ranks) = fan_of(vec![says(&[There, There]), failing], false);
+    let (fan, ranks) = fan_of(vec![says(&[There, There]), failing]);
     let (result, status) = get(&fan, 2);
     let error = result.unwrap_err();
     assert_eq!((error.message.as_str(), error.pages_in_use), ("rank 1: no", false));
@@ -258,7 +286,7 @@ fn a_read_that_fails_on_one_rank_fails_on_all_and_says_where() {
 
 #[test]
 fn a_rank_that_panics_has_failed() {
-    let (fan, _) = fan_of(vec![says(&[There]), Fake { panics: true, ..says(&[There]) }], false);
+    let (fan, _) = fan_of(vec![says(&[There]), Fake { panics: true, ..says(&[There]) }]);
     let (result, status) = get(&fan, 1);
     assert!(result.unwrap_err().message.contains("rank 1"));
     assert_eq!(status, [Failed]);
@@ -267,7 +295,7 @@ fn a_rank_that_panics_has_failed() {
 #[test]
 fn late_pages_are_free_when_the_last_rank_has_given_them_back() {
     let late = || Fake { fails: Some(true), ..says(&[There, There]) };
-    let (fan, ranks) = fan_of(vec![late(), says(&[There, There]), late()], false);
+    let (fan, ranks) = fan_of(vec![late(), says(&[There, There]), late()]);
     let (result, _) = get(&fan, 2);
     assert!(result.unwrap_err().pages_in_use);
     assert_eq!(fan.quarantined(), 2);
@@ -285,7 +313,7 @@ fn late_pages_are_free_when_the_last_rank_has_given_them_back() {
 #[test]
 fn pages_that_come_back_early_are_given_back_once() {
     let late = Fake { fails: Some(true), ..says(&[There]) };
-    let (fan, ranks) = fan_of(vec![late, says(&[There])], false);
+    let (fan, ranks) = fan_of(vec![late, says(&[There])]);
     ranks[0].returned.lock().unwrap().push(10);
     assert!(fan.reclaim(FULL).is_empty(), "nobody is known to wait for it");
     assert!(get(&fan, 1).0.unwrap_err().pages_in_use);
@@ -295,7 +323,7 @@ fn pages_that_come_back_early_are_given_back_once() {
 
 #[test]
 fn all_ranks_are_asked_as_suits_the_one_that_can_do_least() {
-    let (fan, ranks) = fan_of(vec![Fake::default(), Fake::default()], false);
+    let (fan, ranks) = fan_of(vec![Fake::default(), Fake::default()]);
     assert_eq!(fan.limits(), ranks[0].limits());
     let figures = fan.stats().unwrap();
     assert_eq!((figures.pages, figures.bytes_used, figures.failures), (5, 20, 2));
@@ -304,10 +332,10 @@ fn all_ranks_are_asked_as_suits_the_one_that_can_do_least() {
 #[test]
 fn what_fails_on_one_rank_is_counted_there() {
     let failing = Fake { fails: Some(false), ..says(&[There, There]) };
-    let (fan, _) = fan_of(vec![says(&[There, Missing]), failing], false);
+    let (fan, _) = fan_of(vec![says(&[There, Missing]), failing]);
     get(&fan, 2).0.unwrap_err();
     assert_eq!((fan.faults(0), fan.faults(1)), ((0, 0), (1, 1)), "the second page came on none");
-    let (fan, _) = fan_of(vec![says(&[There, Corrupt]), says(&[There, There])], false);
+    let (fan, _) = fan_of(vec![says(&[There, Corrupt]), says(&[There, There])]);
     get(&fan, 2).0.unwrap();
     assert_eq!((fan.faults(0), fan.faults(1)), ((0, 1), (0, 0)));
     assert_eq!(fan.faults(7), (0, 0));
@@ -341,7 +369,7 @@ mod layers {
     #[test]
     fn l03_lengths_are_agreed_on_by_the_linker_face_too() {
         let lengths = |lengths: &[usize]| Fake { lengths: Some(lengths.to_vec()), ..Fake::default() };
-        let (fan, _) = fan_of(vec![lengths(&[2, 4]), lengths(&[2])], false);
+        let (fan, _) = fan_of(vec![lengths(&[2, 4]), lengths(&[2])]);
         let found = fan.lookup(&options(), &KEYS, &Held::default(), &CHAIN, 7).unwrap();
         assert_eq!((found.longest(), found.contains(4)), (2, false));
     }
@@ -349,7 +377,7 @@ mod layers {
     #[test]
     fn a_layer_is_settled_when_it_is_on_every_rank() {
         let settles = |layers: &[usize]| Fake { settles: layers.to_vec(), ..says(&[There; 4]) };
-        let (fan, ranks) = fan_of(vec![settles(&[0, 1, 2]), settles(&[0, 2])], false);
+        let (fan, ranks) = fan_of(vec![settles(&[0, 1, 2]), settles(&[0, 2])]);
         let words = words(3);
         let (last, result, status) = load(&fan, &words);
         assert_eq!((result, status), (Ok(()), vec![There; 4]));
@@ -359,30 +387,31 @@ mod layers {
 
     #[test]
     fn l37_a_load_that_fails_on_one_rank_fails_on_all() {
-        let (fan, _) = fan_of(vec![says(&[There; 4]), Fake { fails: Some(true), ..says(&[There; 4]) }], false);
+        let (fan, _) = fan_of(vec![says(&[There; 4]), Fake { fails: Some(true), ..says(&[There; 4]) }]);
         let (_, result, status) = load(&fan, &words(3));
         let error = result.unwrap_err();
         assert_eq!((error.message.as_str(), error.pages_in_use), ("rank 1: no", true));
         assert_eq!(status, [Failed; 4]);
         assert_eq!(fan.quarantined(), 4);
-        let (fan, _) = fan_of(vec![says(&[There; 4]), Fake { panics: true, ..says(&[There; 4]) }], false);
+        let (fan, _) = fan_of(vec![says(&[There; 4]), Fake { panics: true, ..says(&[There; 4]) }]);
         assert!(load(&fan, &words(3)).1.unwrap_err().message.contains("rank 1 panicked"));
     }
 
     #[test]
     fn m12_of_pages_that_all_ranks_hold_alike_one_rank_offloads() {
-        for (replicated, callers) in [(true, 1), (false, 2)] {
-            let (fan, ranks) = fan_of(vec![says(&[There; 4]), says(&[There; 4])], replicated);
+        for writers in [1, 2, 4] {
+            let (fan, ranks) = fan_writing((0..4).map(|_| says(&[There; 4])).collect(), writers);
             let mut status = [PageStatus::Unset; 4];
             fan.offload(&options(), FULL, &KEYS, &PAGES, &CHAIN, &mut status).unwrap();
             assert_eq!(status, [There; 4]);
-            assert_eq!(ranks.iter().filter(|rank| rank.calls() == ["offload"]).count(), callers);
+            let wrote: Vec<bool> = ranks.iter().map(|rank| rank.calls() == ["offload"]).collect();
+            assert_eq!(wrote, (0..4).map(|rank| rank < writers).collect::<Vec<_>>());
         }
     }
 
     #[test]
     fn l16_l07_what_one_rank_does_not_offload_is_not_stored() {
-        let (fan, _) = fan_of(vec![says(&[There; 4]), says(&[There, There, Refused, There])], false);
+        let (fan, _) = fan_of(vec![says(&[There; 4]), says(&[There, There, Refused, There])]);
         let mut status = [PageStatus::Unset; 4];
         fan.offload(&options(), FULL, &KEYS, &PAGES, &CHAIN, &mut status).unwrap();
         assert_eq!(status, [There, There, Refused, There]);

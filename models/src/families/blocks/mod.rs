@@ -3,6 +3,7 @@
 //!
 //! All arithmetic runs on the device: nothing of a step but its logits comes back to the host.
 
+pub(crate) mod context;
 pub(crate) mod keys;
 pub(crate) mod load;
 pub(crate) mod moe;

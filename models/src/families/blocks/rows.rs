@@ -5,6 +5,7 @@ use std::cell::OnceCell;
 use kvdock_kernels::ops::{Indices, RowFormat, RowLayout, RowPool, RowSpan, RowSpans};
 use kvdock_kernels::{Device, KvDtype};
 
+use super::context::Dealt;
 use super::step::{Seq, Step};
 use crate::{ModelError, NO_PAGE, PageSource, PoolLayout, PoolSet};
 
@@ -65,7 +66,7 @@ impl<'a> Positions<'a> {
     }
 }
 
-/// Where a step's new rows go in pools of one kind, and what each row of the step sees there.
+/// Where a step's new rows go in pools of one kind, whoever computes them, and what each of the rank's own rows sees there.
 pub(crate) struct Placement {
     /// One for each new row.
     pub(crate) slots: Indices,
@@ -83,17 +84,26 @@ pub(crate) struct Reach {
 }
 
 impl Placement {
-    pub(crate) fn new(device: &dyn Device, step: &Step<'_>, pools: &PoolSet, reach: Reach) -> Result<Self, ModelError> {
+    pub(crate) fn new(
+        device: &dyn Device,
+        dealt: &Dealt<'_>,
+        pools: &PoolSet,
+        reach: Reach,
+    ) -> Result<Self, ModelError> {
         let Reach { source, tokens, window } = reach;
         let sizes = pools.sizes();
         let page_rows = sizes.page_tokens / tokens;
-        let tables: Vec<&[u32]> = step.seqs.iter().map(|seq| table(seq, source)).collect();
-        let (mut slots, mut spans) = (Vec::new(), Vec::with_capacity(step.rows()));
-        for (index, seq) in step.seqs.iter().enumerate() {
+        let mut slots = Vec::new();
+        for seq in &dealt.whole().seqs {
             let start = seq.chunk.start as usize;
             for row in start / tokens..(start + seq.chunk.tokens.len()) / tokens {
-                slots.push(slot_of(tables[index], row, page_rows)?);
+                slots.push(slot_of(table(seq, source), row, page_rows)?);
             }
+        }
+        let step = dealt.own();
+        let tables: Vec<&[u32]> = step.seqs.iter().map(|seq| table(seq, source)).collect();
+        let mut spans = Vec::with_capacity(step.rows());
+        for (index, seq) in step.seqs.iter().enumerate() {
             spans.extend(seq.rows().map(|(_, position)| {
                 let end = (position as usize + 1) / tokens;
                 let first = window.map_or(0, |window| end.saturating_sub(window));

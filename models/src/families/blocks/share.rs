@@ -18,6 +18,8 @@ use crate::{Logits, ModelError};
 pub(crate) struct Share {
     /// `None`: there are no others.
     group: Option<Arc<dyn Collective>>,
+    /// Ranks with the same share, among which the rows of a pass are dealt out. `None`: there are no others.
+    context: Option<Arc<dyn Collective>>,
 }
 
 /// Which part of a matrix a rank holds.
@@ -55,7 +57,17 @@ impl Cut {
 impl Share {
     /// The rank behind `group`.
     pub(crate) fn new(group: Arc<dyn Collective>) -> Self {
-        Self { group: (group.size() > 1).then_some(group) }
+        Self { group: (group.size() > 1).then_some(group), context: None }
+    }
+
+    /// The same share, whose passes are dealt out among the ranks of `context`.
+    pub(crate) fn within(self, context: Arc<dyn Collective>) -> Self {
+        Self { context: (context.size() > 1).then_some(context), ..self }
+    }
+
+    /// The ranks with the same share, where there are others than this one.
+    pub(crate) fn context(&self) -> Option<&Arc<dyn Collective>> {
+        self.context.as_ref()
     }
 
     pub(crate) fn rank(&self) -> usize {

@@ -1,5 +1,7 @@
 //! A batch whose rules have been checked, and the output matrix for the rows that want logits.
 
+use std::ops::Range;
+
 use kvdock_kernels::{Buf, Device, Projection, SeqSpan, Weight};
 
 use super::share::Share;
@@ -60,6 +62,29 @@ impl<'a> Step<'a> {
         }
         rules.check_writers(chunks)?;
         Ok(step)
+    }
+
+    /// The rows `rows` of this step, as a step of their own.
+    pub(crate) fn part(&self, rows: &Range<usize>) -> Step<'a> {
+        let mut part = Step { ids: self.ids[rows.clone()].to_vec(), seqs: Vec::new(), wanted: Vec::new() };
+        for seq in &self.seqs {
+            let tokens = seq.chunk.tokens;
+            let (begin, end) = (rows.start.max(seq.first), rows.end.min(seq.first + tokens.len()));
+            if begin >= end {
+                continue;
+            }
+            let (from, to) = (begin - seq.first, end - seq.first);
+            let logits = match seq.chunk.logits {
+                Want::Last if to < tokens.len() => Want::None,
+                other => other,
+            };
+            let start = seq.chunk.start + from as u32;
+            let chunk = PooledChunk { tokens: &tokens[from..to], start, logits, ..seq.chunk };
+            part.seqs.push(Seq { chunk, first: begin - rows.start });
+        }
+        let wanted = self.wanted.iter().filter(|row| rows.contains(&(**row as usize)));
+        part.wanted.extend(wanted.map(|row| row - rows.start as u32));
+        part
     }
 
     /// Rows of the step.

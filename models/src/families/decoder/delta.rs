@@ -33,15 +33,19 @@ pub(super) struct DeltaNet {
 
 impl DeltaNet {
     pub(super) fn apply(&self, pass: &Pass<'_>, x: &Buf) -> Result<Buf, ModelError> {
-        let device = pass.device;
+        let (device, dealt) = (pass.device, pass.dealt);
         let rows = pass.rows();
         let sizes = self.sizes;
-        let mixed = self.qkv.apply(device, x, rows)?;
-        let z = self.z.apply(device, x, rows)?;
-        let b = self.b.apply(device, x, rows)?;
-        let a = self.a.apply(device, x, rows)?;
-        let seqs: Vec<DeltaSeq> = pass
-            .step
+        // Each token needs the state that the one before it left, so every rank runs the recurrence over the rows of all.
+        let whole = |linear: &Linear| -> Result<Buf, ModelError> {
+            Ok(dealt.gather(device, linear.apply(device, x, rows)?, linear.rows())?)
+        };
+        let mixed = whole(&self.qkv)?;
+        let z = whole(&self.z)?;
+        let b = whole(&self.b)?;
+        let a = whole(&self.a)?;
+        let seqs: Vec<DeltaSeq> = dealt
+            .whole()
             .seqs
             .iter()
             .map(|seq| DeltaSeq {
@@ -66,8 +70,9 @@ impl DeltaNet {
         };
         let input = DeltaInput { mixed: &mixed, z: &z, b: &b, a: &a };
         let states = (pass.pools()?.pages(self.place.pool)?, self.place.buffer);
-        let mut y = device.scratch(rows * sizes.values())?;
+        let mut y = device.scratch(dealt.whole().rows() * sizes.values())?;
         device.delta_net(sizes, &weights, &input, states, &seqs, &mut y)?;
+        let y = dealt.keep(device, y, sizes.values())?;
         Ok(self.out.apply(device, &y, rows)?)
     }
 }

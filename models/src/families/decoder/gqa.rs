@@ -80,7 +80,8 @@ impl Heads {
             k = repeated(device, &k, dk, copies, rows * self.kv_heads)?;
             v = repeated(device, &v, dv, copies, rows * self.kv_heads)?;
         }
-        device.kv_write(pool, buffer, plan, &k, &v)?;
+        let width = pool.spec().kv_heads;
+        pass.write_heads(self.place, (k, width * dk), (v, width * dv))?;
         let spec = AttentionSpec {
             heads,
             scale: (dk as f64).sqrt().recip() as f32,

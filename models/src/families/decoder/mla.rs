@@ -107,6 +107,7 @@ impl Latent {
 
         let pool = row_pool(pass.pools()?, self.place.pool, self.place.buffer)?;
         let tokens = pass.tokens()?;
+        let kv = pass.dealt.gather(device, kv, width)?;
         device.write_rows(&pool, &tokens.slots, &kv)?;
         let spec = RowAttention { heads, width, value: latent, scale: self.scale, sinks: None };
         let run = RowRun { pool, spans: &tokens.spans, picks: pass.picked.as_ref() };
@@ -130,8 +131,9 @@ impl Indexer {
         device.layer_norm(&mut k, &self.k_norm.0, &self.k_norm.1, 1e-6, rows)?;
         device.rotate(&self.rope, positions, &mut k, 1, dim, Turn::Forth)?;
         let pool = row_pool(pass.pools()?, self.place.pool, self.place.buffer)?;
+        let k = pass.dealt.gather(device, k, dim)?;
         device.write_rows(&pool, &pass.tokens()?.slots, &k)?;
-        let longest = pass.step.seqs.iter().map(|seq| seq.chunk.start as usize + seq.chunk.tokens.len()).max();
+        let longest = pass.dealt.whole().seqs.iter().map(|seq| seq.chunk.start as usize + seq.chunk.tokens.len()).max();
         if longest.unwrap_or(0) <= self.top_k {
             pass.picked = None;
             return Ok(());

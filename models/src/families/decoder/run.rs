@@ -9,6 +9,7 @@ use kvdock_kernels::{Buf, Device, KvPool, Plan, Weight};
 use super::delta::DeltaNet;
 use super::gqa::Heads;
 use super::mla::Latent;
+use crate::families::blocks::context::Dealt;
 use crate::families::blocks::moe::{Mlp, Moe};
 use crate::families::blocks::rows::{Placement, Positions, Reach};
 use crate::families::blocks::share::Share;
@@ -92,10 +93,14 @@ enum Memory<'a> {
 /// What the blocks of one pass share.
 pub(super) struct Pass<'a> {
     pub(super) device: &'a dyn Device,
+    pub(super) dealt: &'a Dealt<'a>,
+    /// The rows that this rank computes.
     pub(super) step: &'a Step<'a>,
     memory: Memory<'a>,
     /// A plan for each pool of heads, by the pool's index.
     plans: Vec<Option<Plan>>,
+    /// The same for the rows of all ranks, where others compute some of them.
+    all_plans: Option<Vec<Option<Plan>>>,
     pub(super) positions: Positions<'a>,
     /// Rows of pools with a row a token.
     tokens: OnceCell<Placement>,
@@ -110,14 +115,36 @@ impl<'a> Pass<'a> {
 
     /// The pool of heads that a layer's rows lie in, and the buffer.
     pub(super) fn heads(&self, place: Place) -> Result<(&'a dyn KvPool, usize, &Plan), ModelError> {
+        self.heads_by(place, &self.plans)
+    }
+
+    fn heads_by<'p>(
+        &self,
+        place: Place,
+        plans: &'p [Option<Plan>],
+    ) -> Result<(&'a dyn KvPool, usize, &'p Plan), ModelError> {
         let (pool, buffer, plan) = match &self.memory {
             Memory::One(pool) => (*pool, place.alone, 0),
             Memory::Many(set) => (set.heads(place.pool)?, place.buffer, place.pool),
         };
-        match self.plans.get(plan) {
+        match plans.get(plan) {
             Some(Some(plan)) => Ok((pool, buffer, plan)),
             _ => Err(ModelError::Batch(format!("pool {plan} has no plan"))),
         }
+    }
+
+    /// Writes keys and values, of which `k` and `v` have the rank's own rows, each of so many elements.
+    pub(super) fn write_heads(
+        &self,
+        place: Place,
+        (k, k_width): (Buf, usize),
+        v: (Buf, usize),
+    ) -> Result<(), ModelError> {
+        let plans = self.all_plans.as_deref().unwrap_or(&self.plans);
+        let (pool, buffer, plan) = self.heads_by(place, plans)?;
+        let k = self.dealt.gather(self.device, k, k_width)?;
+        let v = self.dealt.gather(self.device, v.0, v.1)?;
+        Ok(self.device.kv_write(pool, buffer, plan, &k, &v)?)
     }
 
     /// Where the step's rows lie in pools with a row a token, and what they see.
@@ -126,7 +153,7 @@ impl<'a> Pass<'a> {
             return Ok(made);
         }
         let reach = Reach { source: PageSource::Anchor, tokens: 1, window: None };
-        let made = Placement::new(self.device, self.step, self.pools()?, reach)?;
+        let made = Placement::new(self.device, self.dealt, self.pools()?, reach)?;
         Ok(self.tokens.get_or_init(|| made))
     }
 
@@ -168,16 +195,19 @@ impl Decoder {
             Memory::Many(set) => (set.sizes().page_tokens, Some(*set)),
         };
         let rules = Rules { spec: &self.spec, page_tokens, pools, window: self.net.window };
-        let step = Step::check(batch.seqs, &rules)?;
+        let dealt = Dealt::new(&self.share, Step::check(batch.seqs, &rules)?);
+        let step = dealt.own();
         let mut out = self.share.target(&self.device, step.wanted.len(), self.spec.vocab_size, logits)?;
         if step.ids.is_empty() {
             return Ok(());
         }
         let device = self.device.as_ref();
         let rows = step.rows();
-        let plans = Pass::plan(device, &step, &memory)?;
-        let positions = Positions::new(device, &step);
-        let mut pass = Pass { device, step: &step, memory, plans, positions, tokens: OnceCell::new(), picked: None };
+        let plans = Pass::plan(device, step, &memory)?;
+        let all_plans = dealt.is_dealt().then(|| Pass::plan(device, dealt.whole(), &memory)).transpose()?;
+        let positions = Positions::new(device, step);
+        let (tokens, picked) = (OnceCell::new(), None);
+        let mut pass = Pass { device, dealt: &dealt, step, memory, plans, all_plans, positions, tokens, picked };
         let (hidden, eps) = (self.spec.hidden, self.net.eps);
         let (mut x, mut normed) = (device.scratch(rows * hidden)?, device.scratch(rows * hidden)?);
         let vocab = self.spec.vocab_size;

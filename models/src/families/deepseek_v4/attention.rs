@@ -88,6 +88,7 @@ impl Attention {
 
         let window = step.window()?;
         let pool = row_pool(pools, self.window.pool, self.window.buffer)?;
+        let kv = step.dealt.gather(device, kv, head_dim)?;
         device.write_rows(&pool, &window.slots, &kv)?;
         let mut runs = vec![RowRun { pool, spans: &window.spans, picks: None }];
         if let Some(compressed) = &self.compressed {

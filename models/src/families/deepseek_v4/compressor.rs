@@ -50,15 +50,15 @@ impl Compressor {
     pub(super) fn compress(&self, step: &V4Step<'_>, (rows, state): (Place, Place), x: &Buf) -> Result<(), ModelError> {
         let (device, pools) = (step.device, step.pools);
         let count = step.step.rows();
-        let values = self.kv.apply(device, x, count)?;
-        let scores = self.gate.apply(device, x, count)?;
+        let values = step.dealt.gather(device, self.kv.apply(device, x, count)?, self.kv.rows())?;
+        let scores = step.dealt.gather(device, self.gate.apply(device, x, count)?, self.gate.rows())?;
         let made = step.compressed(self.ratio)?;
         let spec = Compress {
             ratio: self.ratio,
             dim: self.dim,
             overlapping: self.ratio == OVERLAPPING,
             ape: &self.ape,
-            positions: step.positions.get()?,
+            positions: step.all_positions.get()?,
             states: self.states(pools, state)?,
         };
         let completed = made.plan.rows();

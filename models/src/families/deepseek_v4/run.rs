@@ -9,6 +9,7 @@ use super::attention::Attention;
 use super::hyper::{Hyper, HyperHead, STREAMS};
 use super::step::V4Step;
 use crate::families::blocks::Linear;
+use crate::families::blocks::context::Dealt;
 use crate::families::blocks::moe::Moe;
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
@@ -83,14 +84,14 @@ fn in_all_streams(device: &dyn Device, x: &Buf, rows: usize, hidden: usize) -> R
 }
 
 impl DeepseekV4 {
-    fn check<'a>(&self, batch: &PooledBatch<'a>, pools: &PoolSet) -> Result<Step<'a>, ModelError> {
+    fn check<'a>(&self, batch: &PooledBatch<'a>, pools: &PoolSet) -> Result<Dealt<'a>, ModelError> {
         let page_tokens = pools.sizes().page_tokens;
         let rules = Rules { spec: &self.spec, page_tokens, pools: Some(pools), window: self.net.window };
-        Step::check(batch.seqs, &rules)
+        Ok(Dealt::new(&self.share, Step::check(batch.seqs, &rules)?))
     }
 
     /// A step over one set of pools.
-    fn over<'a>(&'a self, step: &'a Step<'a>, pools: &'a PoolSet) -> V4Step<'a> {
+    fn over<'a>(&'a self, step: &'a Dealt<'a>, pools: &'a PoolSet) -> V4Step<'a> {
         V4Step::new(self.device.as_ref(), step, pools, self.net.window + 1)
     }
 
@@ -182,7 +183,7 @@ impl Model for DeepseekV4 {
         check_pools(&self.spec.pools, pools)?;
         let step = self.check(batch, pools)?;
         let streams = self.streams(&self.over(&step, pools), hooks)?;
-        self.logits((&self.net.mix, &self.net.norm), &streams, &step.wanted, logits)
+        self.logits((&self.net.mix, &self.net.norm), &streams, &step.own().wanted, logits)
     }
 
     fn forward_draft(
@@ -199,8 +200,9 @@ impl Model for DeepseekV4 {
         check_pools(&self.spec.draft_pools, draft.pools)?;
         let step = self.check(batch, pools)?;
         self.check(batch, draft.pools)?;
-        if draft.next.len() != step.rows() {
-            let (rows, next) = (step.rows(), draft.next.len());
+        let rows = step.whole().rows();
+        if draft.next.len() != rows {
+            let next = draft.next.len();
             return Err(ModelError::Batch(format!("{next} next tokens for a step of {rows} rows")));
         }
         if let Some(id) = draft.next.iter().find(|id| **id as usize >= self.spec.vocab_size) {
@@ -208,8 +210,8 @@ impl Model for DeepseekV4 {
             return Err(ModelError::Batch(format!("next token {id} is not below the vocabulary's size, {vocab}")));
         }
         let streams = self.streams(&self.over(&step, pools), &NoHooks)?;
-        self.logits((&self.net.mix, &self.net.norm), &streams, &step.wanted, logits)?;
-        let drafted = self.draft(layer, &self.over(&step, draft.pools), &streams, draft.next)?;
-        self.logits((&layer.mix, &layer.norm), &drafted, &step.wanted, draft.logits)
+        self.logits((&self.net.mix, &self.net.norm), &streams, &step.own().wanted, logits)?;
+        let drafted = self.draft(layer, &self.over(&step, draft.pools), &streams, &draft.next[step.own_rows()])?;
+        self.logits((&layer.mix, &layer.norm), &drafted, &step.own().wanted, draft.logits)
     }
 }

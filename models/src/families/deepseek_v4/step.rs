@@ -7,6 +7,7 @@ use kvdock_kernels::Device;
 use kvdock_kernels::ops::{CompressPlan, Indices, StateSource};
 
 use super::compressor::{OVERLAPPING, RING};
+use crate::families::blocks::context::Dealt;
 use crate::families::blocks::rows::{Placement, Positions, Reach, slot_of};
 use crate::families::blocks::step::{Seq, Step};
 use crate::{ModelError, PageSource, PoolSet};
@@ -14,9 +15,13 @@ use crate::{ModelError, PageSource, PoolSet};
 /// A step over one set of pools.
 pub(super) struct V4Step<'a> {
     pub(super) device: &'a dyn Device,
+    pub(super) dealt: &'a Dealt<'a>,
+    /// The rows that this rank computes.
     pub(super) step: &'a Step<'a>,
     pub(super) pools: &'a PoolSet,
     pub(super) positions: Positions<'a>,
+    /// Of the rows of all ranks.
+    pub(super) all_positions: Positions<'a>,
     /// Keys that a query sees in the window, its own included.
     reach: usize,
     window: OnceCell<Placement>,
@@ -24,21 +29,22 @@ pub(super) struct V4Step<'a> {
     heavy: OnceCell<Compressed>,
 }
 
-/// Compressed rows of one ratio.
+/// Compressed rows of one ratio. Every rank compresses the tokens of all, as a row may take tokens of several.
 pub(super) struct Compressed {
     pub(super) plan: CompressPlan,
     /// The first position of each row that is completed.
     pub(super) positions: Indices,
     pub(super) rows: Placement,
-    /// The most rows that a row of the step sees.
+    /// The most rows that a row of the step sees, whoever computes it.
     pub(super) most: usize,
 }
 
 impl<'a> V4Step<'a> {
-    pub(super) fn new(device: &'a dyn Device, step: &'a Step<'a>, pools: &'a PoolSet, reach: usize) -> Self {
-        let positions = Positions::new(device, step);
+    pub(super) fn new(device: &'a dyn Device, dealt: &'a Dealt<'a>, pools: &'a PoolSet, reach: usize) -> Self {
+        let step = dealt.own();
+        let (positions, all_positions) = (Positions::new(device, step), Positions::new(device, dealt.whole()));
         let (window, light, heavy) = Default::default();
-        Self { device, step, pools, positions, reach, window, light, heavy }
+        Self { device, dealt, step, pools, positions, all_positions, reach, window, light, heavy }
     }
 
     /// Window rows.
@@ -47,7 +53,7 @@ impl<'a> V4Step<'a> {
             return Ok(made);
         }
         let reach = Reach { source: PageSource::Window, tokens: 1, window: Some(self.reach) };
-        let made = Placement::new(self.device, self.step, self.pools, reach)?;
+        let made = Placement::new(self.device, self.dealt, self.pools, reach)?;
         Ok(self.window.get_or_init(|| made))
     }
 
@@ -76,7 +82,7 @@ impl Compressed {
         let overlapping = ratio == OVERLAPPING;
         let mut plan = CompressPlan { tokens: if overlapping { 2 * ratio } else { ratio }, ..Default::default() };
         let (mut positions, mut most) = (Vec::new(), 0);
-        for seq in &step.step.seqs {
+        for seq in &step.dealt.whole().seqs {
             let start = seq.chunk.start as usize;
             let end = start + seq.chunk.tokens.len();
             most = most.max(end / ratio);
@@ -108,7 +114,7 @@ impl Compressed {
             plan.kept.extend(kept.into_iter().map(|(slot, row)| (row, slot)));
         }
         let reach = Reach { source: PageSource::Anchor, tokens: ratio, window: None };
-        let rows = Placement::new(step.device, step.step, step.pools, reach)?;
+        let rows = Placement::new(step.device, step.dealt, step.pools, reach)?;
         Ok(Self { plan, positions: step.device.upload_indices(&positions)?, rows, most })
     }
 }

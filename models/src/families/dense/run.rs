@@ -8,6 +8,7 @@ use super::config::Config;
 use super::weights::{Layer, Weights};
 use super::workspace::Workspace;
 use crate::families::blocks::Linear;
+use crate::families::blocks::context::Dealt;
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{HEAD_ROWS, Rules, Step};
 use crate::logits::Target;
@@ -50,15 +51,18 @@ impl DenseModel {
         logits: &mut Logits,
         trace: Option<Trace<'_>>,
     ) -> Result<(), ModelError> {
-        let input = Input::check(batch, pool.spec(), &self.spec)?;
+        let dealt = Dealt::new(&self.share, check(batch, pool.spec(), &self.spec)?);
+        let input = Input::of(&dealt);
         let mut out = self.share.target(&self.device, input.wanted.len(), self.spec.vocab_size, logits)?;
         if input.ids.is_empty() {
             return Ok(());
         }
         let plan = self.device.plan(pool, &input.spans)?;
+        let all = dealt.is_dealt().then(|| self.device.plan(pool, &spans(dealt.whole()))).transpose()?;
+        let rows = Rows { plan: &plan, all: all.as_ref(), dealt: &dealt };
         let mut work = self.workspace(input.ids.len())?;
         let result = self
-            .layers(&input, &plan, pool, hooks, &mut work, trace)
+            .layers(&input, &rows, pool, hooks, &mut work, trace)
             .and_then(|rows| self.head(&rows, &mut work, &mut out));
         let mut kept = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() < KEPT_WORKSPACES {
@@ -84,27 +88,28 @@ impl DenseModel {
     fn layers(
         &self,
         input: &Input<'_>,
-        plan: &Plan,
+        of: &Rows<'_>,
         pool: &dyn KvPool,
         hooks: &dyn LayerHooks,
         work: &mut Workspace,
         mut trace: Option<Trace<'_>>,
     ) -> Result<Vec<u32>, ModelError> {
         let device = self.device.as_ref();
-        let rows = input.ids.len();
+        let (rows, plan) = (input.ids.len(), of.plan);
         let eps = self.config.eps;
-        self.share.embed(device, &self.weights.embedding, self.config.vocab, &input.ids, &mut work.x)?;
+        self.share.embed(device, &self.weights.embedding, self.config.vocab, input.ids, &mut work.x)?;
         let is_decode = rows == input.spans.len() && input.wanted.len() == rows;
         // What ranks do together goes by way of the host, which a repeated step does not.
-        if device.repeats() && self.share.is_alone() && is_decode && trace.is_none() {
+        if device.repeats() && self.share.is_alone() && !of.dealt.is_dealt() && is_decode && trace.is_none() {
             (0..self.weights.layers.len()).try_for_each(|index| hooks.before_layer(index))?;
-            device.repeat(work.key(), plan, &mut |plan| self.decode(plan, pool, work))?;
+            let key = work.key();
+            device.repeat(key, plan, &mut |plan| self.decode(&Rows { plan, ..*of }, pool, work))?;
             return Ok(input.wanted.clone());
         }
         for (index, layer) in self.weights.layers.iter().enumerate() {
             hooks.before_layer(index)?;
             self.norm(layer, index, eps, rows, work)?;
-            self.keys_and_values(layer, index, plan, pool, work)?;
+            self.keys_and_values(layer, index, of, pool, work)?;
             let last = index + 1 == self.weights.layers.len();
             if last && trace.is_none() && input.wanted.len() < rows {
                 return self.last_layer_of_wanted(layer, index, input, pool, work);
@@ -119,11 +124,11 @@ impl DenseModel {
     }
 
     /// All layers of a step that has one row for each sequence: the same operations for any such step of as many rows.
-    fn decode(&self, plan: &Plan, pool: &dyn KvPool, work: &mut Workspace) -> Result<(), KernelError> {
-        let rows = plan.rows();
+    fn decode(&self, of: &Rows<'_>, pool: &dyn KvPool, work: &mut Workspace) -> Result<(), KernelError> {
+        let (plan, rows) = (of.plan, of.plan.rows());
         for (index, layer) in self.weights.layers.iter().enumerate() {
             self.norm(layer, index, self.config.eps, rows, work)?;
-            self.keys_and_values(layer, index, plan, pool, work)?;
+            self.keys_and_values(layer, index, of, pool, work)?;
             self.attend(layer, index, plan, pool, work)?;
             self.mlp(layer, rows, work)?;
         }
@@ -170,19 +175,19 @@ impl DenseModel {
         Ok((0..count as u32).collect())
     }
 
-    /// Projects, norms, rotates, and writes the new keys and values to their pages. Leaves the
+    /// Projects, norms, rotates, and writes the new keys and values, also those of other ranks, to their pages. Leaves the
     /// queries in `work.q`.
     fn keys_and_values(
         &self,
         layer: &Layer,
         index: usize,
-        plan: &Plan,
+        of: &Rows<'_>,
         pool: &dyn KvPool,
         work: &mut Workspace,
     ) -> Result<(), KernelError> {
         let device = self.device.as_ref();
         let Config { heads, kv_heads, head_dim, eps, .. } = self.config;
-        let rows = plan.rows();
+        let (plan, rows) = (of.plan, of.plan.rows());
         device.linear(
             &work.normed,
             rows,
@@ -201,8 +206,11 @@ impl DenseModel {
         let rope = &self.weights.rope;
         device.rope(rope, plan, &mut work.q, heads, head_dim)?;
         device.rope(rope, plan, &mut work.k, kv_heads, head_dim)?;
-        device.kv_write(pool, index, plan, &work.k, &work.v)?;
-        Ok(())
+        let width = kv_heads * head_dim;
+        let k = of.dealt.gathered(device, &work.k, width)?;
+        let v = of.dealt.gathered(device, &work.v, width)?;
+        let (k, v) = (k.as_ref().unwrap_or(&work.k), v.as_ref().unwrap_or(&work.v));
+        device.kv_write(pool, index, of.all.unwrap_or(plan), k, v)
     }
 
     /// Attention and its output projection, into `work.delta`.
@@ -294,10 +302,20 @@ impl Model for DenseModel {
     }
 }
 
-/// A batch whose rules have been checked.
+/// The rows of a pass.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    /// Of the rows that this rank computes.
+    plan: &'a Plan,
+    /// Of the rows of all ranks, where others compute some of them.
+    all: Option<&'a Plan>,
+    dealt: &'a Dealt<'a>,
+}
+
+/// What a rank computes of a batch.
 struct Input<'a> {
     /// Token ids of all rows.
-    ids: Vec<u32>,
+    ids: &'a [u32],
     spans: Vec<SeqSpan<'a>>,
     /// Rows that want logits, ascending.
     wanted: Vec<u32>,
@@ -305,30 +323,37 @@ struct Input<'a> {
     wanted_spans: Vec<SeqSpan<'a>>,
 }
 
+/// Checks a batch's rules.
+fn check<'a>(batch: &Batch<'a>, pool: &KvSpec, spec: &ModelSpec) -> Result<Step<'a>, ModelError> {
+    let kv = spec.one_pool().map_err(ModelError::Batch)?;
+    if *pool != kv.pool(pool.dtype, pool.page_tokens, pool.pages) {
+        return Err(ModelError::Batch(format!(
+            "the pool holds {} layers of {} heads of {} and {} elements, the model {} layers of {} heads of {} and {}",
+            pool.layers,
+            pool.kv_heads,
+            pool.head_dim_k,
+            pool.head_dim_v,
+            kv.layers,
+            kv.kv_heads,
+            kv.head_dim_k,
+            kv.head_dim_v
+        )));
+    }
+    let seqs: Vec<PooledChunk<'a>> = batch.seqs.iter().map(|seq| PooledChunk::from(*seq)).collect();
+    Step::check(&seqs, &Rules { spec, page_tokens: pool.page_tokens, pools: None, window: 0 })
+}
+
+fn span<'a>(chunk: &PooledChunk<'a>) -> SeqSpan<'a> {
+    SeqSpan { start: chunk.start, len: chunk.tokens.len() as u32, pages: chunk.pages }
+}
+
+fn spans<'a>(step: &Step<'a>) -> Vec<SeqSpan<'a>> {
+    step.seqs.iter().map(|seq| span(&seq.chunk)).collect()
+}
+
 impl<'a> Input<'a> {
-    fn check(batch: &Batch<'a>, pool: &KvSpec, spec: &ModelSpec) -> Result<Self, ModelError> {
-        let kv = spec.one_pool().map_err(ModelError::Batch)?;
-        if *pool != kv.pool(pool.dtype, pool.page_tokens, pool.pages) {
-            return Err(ModelError::Batch(format!(
-                "the pool holds {} layers of {} heads of {} and {} elements, the model {} layers of {} heads of {} and {}",
-                pool.layers,
-                pool.kv_heads,
-                pool.head_dim_k,
-                pool.head_dim_v,
-                kv.layers,
-                kv.kv_heads,
-                kv.head_dim_k,
-                kv.head_dim_v
-            )));
-        }
-        let seqs: Vec<PooledChunk<'a>> = batch.seqs.iter().map(|seq| PooledChunk::from(*seq)).collect();
-        let rules = Rules { spec, page_tokens: pool.page_tokens, pools: None, window: 0 };
-        let Step { ids, seqs, wanted } = Step::check(&seqs, &rules)?;
-        let span = |chunk: &PooledChunk<'a>| SeqSpan {
-            start: chunk.start,
-            len: chunk.tokens.len() as u32,
-            pages: chunk.pages,
-        };
+    fn of(dealt: &'a Dealt<'a>) -> Self {
+        let step = dealt.own();
         let wanted_span = |chunk: &PooledChunk<'a>| {
             let whole = span(chunk);
             match chunk.logits {
@@ -337,11 +362,11 @@ impl<'a> Input<'a> {
                 Want::All => Some(whole),
             }
         };
-        Ok(Self {
-            ids,
-            wanted,
-            spans: seqs.iter().map(|seq| span(&seq.chunk)).collect(),
-            wanted_spans: seqs.iter().filter_map(|seq| wanted_span(&seq.chunk)).collect(),
-        })
+        Self {
+            ids: &step.ids,
+            wanted: step.wanted.clone(),
+            spans: spans(step),
+            wanted_spans: step.seqs.iter().filter_map(|seq| wanted_span(&seq.chunk)).collect(),
+        }
     }
 }

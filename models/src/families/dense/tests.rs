@@ -49,6 +49,7 @@ fn model(dir: &Path, kind: TinyKind, variant: &'static Variant, device: &Arc<dyn
         draft_pools: Vec::new(),
         page_multiple: 1,
         ranks: 1,
+        context_ranks: 1,
         bos: None,
         eos: Vec::new(),
         generation: GenerationDefaults::default(),

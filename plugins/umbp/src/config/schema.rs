@@ -5,6 +5,7 @@ pub const SCHEMA: &str = r#"{
   "$schema": "https://json-schema.org/draft/2020-12/schema",
   "type": "object",
   "x-key-schemes": ["kvdock", "sglang"],
+  "x-host-layouts": {"sglang": ["page_first", "page_first_direct", "page_head"]},
   "additionalProperties": false,
   "patternProperties": {
     "^spdk_": {"description": "Drives without a file system are not in this version."}
