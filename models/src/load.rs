@@ -9,6 +9,7 @@ use memmap2::Mmap;
 
 use crate::checkpoint::Checkpoint;
 use crate::digest::{Digests, Progress};
+use crate::families::blocks::share::Share;
 use crate::families::{self, Build, Parts};
 use crate::gguf::Gguf;
 use crate::hf::HfFolder;

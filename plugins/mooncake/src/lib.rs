@@ -58,7 +58,7 @@ impl Backend for MooncakeBackend {
     fn open(open: &Open<'_>) -> Result<Self> {
         let config = Config::read(open)?;
         let identity = open.identity();
-        let ranks = u64::from(identity.tp.1) * u64::from(identity.pp.1);
+        let ranks = u64::from(identity.tp.1) * u64::from(identity.pp.1) * u64::from(identity.cp.1);
         let limit = Limit::of(open.call(), START);
         let named =
             |error: Error| Error { message: format!("storage.{}: {}", open.instance_name(), error.message), ..error };
