@@ -212,10 +212,11 @@ impl Collective for InProcess {
         let len = lens.get(self.rank).copied().unwrap_or(0);
         let parts = self.exchange("all_gather", device, part, (len, lens))?;
         let mut at = 0;
-        parts.iter().try_for_each(|part| {
-            let first = std::mem::replace(&mut at, at + part.len());
-            device.write(whole, first, part)
-        })
+        for part in parts {
+            device.write(whole, at, &part)?;
+            at += part.len();
+        }
+        Ok(())
     }
 }
 

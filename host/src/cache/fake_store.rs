@@ -53,6 +53,8 @@ pub struct Faults {
     pub fail_removes: AtomicUsize,
     /// Writes are refused page by page.
     pub refuse: AtomicBool,
+    /// Writes of this group are refused.
+    pub refuse_group: Mutex<Option<PoolGroup>>,
     /// `exists` fails.
     pub fail_exists: AtomicBool,
     /// Layers that a load settles; it waits before the next one, up to its deadline.
@@ -344,7 +346,8 @@ impl StorageBackend for FakeBackend {
         }
         self.wait(options, Some(&self.faults.hang_writes), &of_group(group, pages))?;
         for (i, (key, &page)) in keys.iter().zip(pages).enumerate() {
-            status[i] = if self.faults.refuse.load(Ordering::Acquire) {
+            let refused = *self.faults.refuse_group.lock() == Some(group);
+            status[i] = if refused || self.faults.refuse.load(Ordering::Acquire) {
                 PageStatus::Refused
             } else if take(&self.faults.fail_pages) {
                 PageStatus::Failed

@@ -488,6 +488,31 @@ fn g06_a_state_or_a_window_that_comes_to_stored_pages_is_offloaded_alone() {
     rig.assert_quiet();
 }
 
+/// An offload is one over all of its pools: what lacks a window or a state becomes no hit, and is offered again as a whole.
+#[test]
+fn l07_where_a_window_or_a_state_is_refused_no_page_becomes_a_hit() {
+    let prompt = tokens(1, 6 * PAGE + 1);
+    for refused in [PoolGroup::Window, PoolGroup::State] {
+        let store = Store::default();
+        let (mut rig, backend) = start(true, true, &store);
+        *backend.faults.refuse_group.lock() = Some(refused);
+        rig.run(&prompt);
+        rig.settle();
+        let pages = |store: &Store| (0..6).filter(|page| store.lock().contains_key(&keys(&prompt)[*page])).count();
+        assert_eq!(pages(&store), 0, "without {refused:?}");
+        let other = tokens(2, PAGE + 1);
+        *backend.faults.refuse_group.lock() = None;
+        // Whoever comes through the pages again offers them again.
+        rig.run(&prompt);
+        rig.run(&other);
+        rig.settle();
+        assert_eq!(pages(&store), 6, "with {refused:?}");
+        assert!((0..6).all(|page| store.lock().contains_key(&window_key(&prompt, page))), "{refused:?}");
+        assert!(store.lock().contains_key(&state_key(&prompt, 5)), "{refused:?}");
+        rig.assert_quiet();
+    }
+}
+
 /// G2, G11: a load that hangs holds transit pages of each group, and no slot.
 #[test]
 fn g11_a_load_of_several_pools_that_hangs_holds_transit_pages_alone() {
