@@ -282,6 +282,8 @@ impl Rig {
             let mut table = BackendTable::new("file");
             table.own.insert("dir".to_owned(), folder.to_str().expect("a UTF-8 path").into());
             table.own.insert("min_free_bytes".to_owned(), 0.into());
+            // Nothing here is about being late: a thread that stands still must not make a hit a miss.
+            table.settings.timeout = Duration::from_secs(60);
             config.backend = Some("file".to_owned());
             config.tables.insert("file".to_owned(), table);
         }

@@ -58,7 +58,6 @@ impl Spread {
 
 /// A server over several ranks, one prompt, and its cold answer.
 struct Rig {
-    spread: Spread,
     server: Server,
     client: Client,
     plugins: TempDir,
@@ -78,7 +77,7 @@ impl Rig {
         let prompt = prompt::ids(seed, TOKENS);
         let (cold, usage) = client.generate_salted(&prompt, 4, Some("cold"));
         assert_eq!(usage.cached(), 0);
-        Self { spread, server, client, plugins, prompt, cold }
+        Self { server, client, plugins, prompt, cold }
     }
 
     fn put(&self, name: &str, config: &Value) -> Reply {
@@ -203,8 +202,11 @@ fn reads_that_fail_on_one_rank_fail_on_all(spread: Spread, seed: u64) {
             wait("the seal finds it", || rig.pages(fault, "get", "corrupt") > 0.0);
         } else {
             wait("it is counted where it failed", || rig.of_rank("failed_calls", fault, 1) > 0.0);
-            let others = (0..spread.ranks()).filter(|rank| *rank != 1);
-            assert_eq!(others.map(|rank| rig.of_rank("failed_calls", fault, rank)).sum::<f64>(), 0.0, "{fault}");
+            // A rank that panics ends the service of all at once, and with it what runs on the others.
+            if !fault.starts_with("panic") {
+                let others = (0..spread.ranks()).filter(|rank| *rank != 1);
+                assert_eq!(others.map(|rank| rig.of_rank("failed_calls", fault, rank)).sum::<f64>(), 0.0, "{fault}");
+            }
             assert!(rig.of_rank("lost_pages", fault, 1) >= 6.0, "{fault}");
             assert!(rig.backend(fault)["ranks"][1]["failed_calls"].as_u64() > Some(0), "{}", rig.backend(fault));
         }
