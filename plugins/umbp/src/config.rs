@@ -365,6 +365,12 @@ impl Config {
             config.ssd = Some(ssd);
         } else if config.role == Role::Follower {
             return Err(fail(instance, "role", "a follower reads a leader's segments; set ssd_enabled = true with it"));
+        } else if config.role == Role::Leader && config.standalone.is_none() {
+            return Err(fail(
+                instance,
+                "role",
+                "a leader writes every page to segments; set ssd_enabled = true with it",
+            ));
         }
         Ok(config)
     }

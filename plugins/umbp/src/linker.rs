@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvdock_plugin_api::{
     Backend, Call, Completed, Error, ErrorKind, Exists, Linker, Load, LogLevel, Offload, Result, Start, Transfer,
+    monotonic_ns,
 };
 use parking_lot::{Condvar, Mutex};
 
@@ -18,6 +19,8 @@ use crate::store::linked::fail_rest;
 
 /// Between two looks at a deadline.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long before its deadline an offload ends that still waits for its turn: at the deadline the host takes it for one that hangs.
+const EARLY: Duration = Duration::from_millis(50);
 /// Offloads that may wait; their pages are kept for them.
 const MOST_WAITING: usize = 4096;
 
@@ -59,6 +62,23 @@ pub struct Face {
     batches: Mutex<HashMap<u64, Batch>>,
     offloads: Arc<(Mutex<Queue>, Condvar)>,
     worker: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Queue {
+    /// Ends those that wait and have no time left. The one before them may be with a server that does not answer, so their turn may not come.
+    fn expire(&mut self) {
+        let now = monotonic_ns() + EARLY.as_nanos() as u64;
+        for offload in std::mem::take(&mut self.waiting) {
+            if offload.deadline_ns == 0 || offload.deadline_ns > now {
+                self.waiting.push_back(offload);
+                continue;
+            }
+            fail_rest(offload.transfers());
+            let text = "the time of the offload was over before its turn came";
+            let result = Err(Error::new(ErrorKind::TimedOut, text).retryable());
+            self.completed.push_back(Completed { operation: offload.operation, result });
+        }
+    }
 }
 
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -127,7 +147,9 @@ fn offload_loop(store: &Store, (queue, wake): &(Mutex<Queue>, Condvar), coalesce
         if let Err(error) = &result {
             let operations: Vec<String> = batch.iter().map(|one| one.operation.to_string()).collect();
             let text = format!("offload {}: {}", operations.join(", "), error.message);
-            store.host.log(LogLevel::Warn, "umbp", &text);
+            // What is never done need not be told each time.
+            let level = if error.kind == ErrorKind::Unsupported { LogLevel::Debug } else { LogLevel::Warn };
+            store.host.log(level, "umbp", &text);
         }
         batch.iter().for_each(|offload| fail_rest(offload.transfers()));
         state = queue.lock();
@@ -279,11 +301,15 @@ impl Linker for UmbpLinker {
     }
 
     fn num_completed_offloads(backend: &UmbpBackend) -> u64 {
-        backend.face.offloads.0.lock().completed.len() as u64
+        let mut state = backend.face.offloads.0.lock();
+        state.expire();
+        state.completed.len() as u64
     }
 
     fn pop_completed_offload(backend: &UmbpBackend) -> Option<Completed> {
-        backend.face.offloads.0.lock().completed.pop_front()
+        let mut state = backend.face.offloads.0.lock();
+        state.expire();
+        state.completed.pop_front()
     }
 
     fn reset(backend: &UmbpBackend, call: &Call<'_>) -> Result<()> {

@@ -21,6 +21,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::{Config, Role};
 use crate::object::Held;
+use crate::store::show_degraded;
 use disk::{Disk, Place};
 use memory::Memory;
 use state::State;
@@ -135,6 +136,7 @@ impl Tiers {
         if trouble.is_none() {
             self.host.log(LogLevel::Error, "umbp", what);
             self.host.health_changed(HealthState::Degraded, what);
+            show_degraded(&self.host, true);
         }
         *trouble = Some(what.to_owned());
     }
@@ -142,6 +144,7 @@ impl Tiers {
     fn went_well(&self) {
         if self.trouble.lock().take().is_some() {
             self.host.health_changed(HealthState::Ok, "");
+            show_degraded(&self.host, false);
         }
     }
 

@@ -170,6 +170,11 @@ pub trait Objects: Debug + Send + Sync {
     /// How it is.
     fn health(&self) -> Health;
 
+    /// New objects may be stored here. Where not, a put is well for what is there, and refused for all else.
+    fn takes_objects(&self) -> bool {
+        true
+    }
+
     /// What is stored is kept for the next process.
     fn is_durable(&self) -> bool;
 

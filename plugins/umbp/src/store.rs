@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use kvdock_plugin_api::v0_1::Stats;
 use kvdock_plugin_api::{
-    Batch, Error, ErrorKind, Exists, Get, Host, LogLevel, MemoryKind, PageStatus, Pool, Remove, Result, Set, Transfer,
+    Batch, Error, ErrorKind, Exists, Get, HealthState, Host, LogLevel, MemoryKind, MetricKind, PageStatus, Pool,
+    Remove, Result, Set, Transfer,
 };
 use parking_lot::RwLock;
 
@@ -54,9 +55,24 @@ struct Owner<'a> {
     number: usize,
 }
 
+/// Pages that were not taken.
+const REFUSED: &str = "umbp_refused_pages";
+/// Pages that were not what had been stored.
+const CORRUPT: &str = "umbp_corrupt_pages";
+/// 1 while something is the matter.
+const DEGRADED: &str = "umbp_degraded";
+
+/// Shows whether something is the matter with the store.
+pub fn show_degraded(host: &Host, degraded: bool) {
+    host.metric(MetricKind::GaugeSet, DEGRADED, "", if degraded { 1.0 } else { 0.0 });
+}
+
 impl Store {
     /// Pages in a store.
     pub fn new(objects: Box<dyn Objects>, names: Names, host: Host) -> Store {
+        // What has not happened is seen too.
+        [REFUSED, CORRUPT].iter().for_each(|name| host.metric(MetricKind::CounterAdd, name, "", 0.0));
+        show_degraded(&host, objects.health().state != HealthState::Ok);
         Store { objects, names, host, pools: RwLock::default(), figures: Figures::default() }
     }
 
@@ -171,6 +187,7 @@ impl Store {
                 }
             }),
         );
+        self.count(REFUSED, PageStatus::Refused, batch.transfers());
         self.tell("set", why, batch.transfers())
     }
 
@@ -223,7 +240,17 @@ impl Store {
             let got = unsafe { self.objects.get(&reads, batch.call()) }?;
             settle(&owners, got.into_iter().map(|got| status_of(got, &mut why)));
         }
+        self.count(CORRUPT, PageStatus::Corrupt, batch.transfers());
         self.tell("get", why, batch.transfers())
+    }
+
+    /// Counts the pages of a call that have such a status.
+    fn count(&self, name: &str, wanted: PageStatus, transfers: &[Transfer<'_>]) {
+        let all = transfers.iter().flat_map(|transfer| (0..transfer.len()).map(|number| transfer.status(number)));
+        let pages = all.filter(|status| *status == wanted).count();
+        if pages > 0 {
+            self.host.metric(MetricKind::CounterAdd, name, "", pages as f64);
+        }
     }
 
     /// Removes pages.

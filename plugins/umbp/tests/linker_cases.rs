@@ -242,6 +242,49 @@ fn u09_offloads_complete_in_order_and_coalesced_ones_share_a_verdict() {
 }
 
 #[test]
+fn an_offload_whose_turn_does_not_come_ends_by_its_deadline() {
+    let pool = layered(0, "kv", &[0, 1, 2]);
+    let (_dir, _host, store) = attach(json!({}), &[&pool]);
+    let linker = store.linker().unwrap();
+    // The one before it waits for its pages, and goes on doing so.
+    let flag: &'static AtomicU32 = Box::leak(Box::new(AtomicU32::new(0)));
+    let wait = (ReadyKind::HostFlag as u32, std::ptr::from_ref(flag) as u64);
+    linker.offload(&Options::default(), 1, &[part(&pool, &[1], 0)], &[wait]).unwrap();
+    let short = Options { deadline: Some(Duration::from_millis(200)), ..Options::default() };
+    linker.offload(&short, 2, &[part(&pool, &[2], 1)], &[NOW]).unwrap();
+    linker.offload(&Options::default(), 3, &[part(&pool, &[3], 2)], &[NOW]).unwrap();
+    let ended = pop(&linker);
+    assert_eq!((ended.operation, ended.result.unwrap_err().kind), (2, ErrorKind::TimedOut));
+    flag.store(1, Ordering::Release);
+    assert_eq!([pop(&linker), pop(&linker)].map(|one| (one.operation, one.result)), [(1, Ok(())), (3, Ok(()))]);
+    let there =
+        |number| linker.lookup(&Options::default(), &[key(number)], &[Query::of(&pool)]).unwrap().longest() == 1;
+    assert_eq!([there(1), there(2), there(3)], [true, false, true]);
+}
+
+#[test]
+fn a_follower_says_that_it_stores_nothing_and_not_that_there_is_no_room() {
+    let pool = layered(0, "kv", &[0, 1, 2]);
+    let dir = tempfile::tempdir().unwrap();
+    let with = |role: &str| {
+        let more = json!({"role": role, "ssd_copy_async": false});
+        let (host, store) = try_attach(&settings(dir.path(), more), &identity("linked"), &[&pool]);
+        (host, store.unwrap())
+    };
+    let (_first, leader) = with("leader");
+    offload(&leader.linker().unwrap(), 1, &[(&pool, &[1])]);
+    let (host, follower) = with("follower");
+    let linker = follower.linker().unwrap();
+    linker.offload(&Options::default(), 2, &[part(&pool, &[2], 1)], &[NOW]).unwrap();
+    assert_eq!(pop(&linker).result.unwrap_err().kind, ErrorKind::Unsupported);
+    let logs: String = host.logs().iter().map(|line| format!("{}\n", line.message)).collect();
+    assert!(logs.contains("offload 2:") && logs.contains("its leader stores them"), "{logs}");
+    // What its leader has is stored.
+    linker.offload(&Options::default(), 3, &[part(&pool, &[1], 0)], &[NOW]).unwrap();
+    assert_eq!(pop(&linker), Completed { operation: 3, result: Ok(()) });
+}
+
+#[test]
 fn u10_what_failed_names_pool_and_layers() {
     let large = MockPool::new(PoolSpec::bytes(0, "large", 1, &[2 << 20]));
     let (_dir, host, store) = attach(json!({"ssd_enabled": false}), &[&large]);

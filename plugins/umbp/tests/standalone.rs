@@ -8,8 +8,8 @@ use std::time::Duration;
 use common::*;
 use kvdock_plugin_api::conformance::Suite;
 use kvdock_plugin_api::mock::{MockPool, Options, Part, PoolSpec, identity};
-use kvdock_plugin_api::v0_1::Component;
-use kvdock_plugin_api::{ComponentKind, ErrorKind, HealthState, PageStatus};
+use kvdock_plugin_api::v0_1::{CallContext, Component};
+use kvdock_plugin_api::{Call, ComponentKind, ErrorKind, HealthState, PageStatus, monotonic_ns};
 use kvdock_plugin_umbp::standalone::client::Client;
 use kvdock_plugin_umbp::wire::standalone::{
     BatchBoolResponse, BatchKeysRequest, BatchRangeDataRequest, BoolResponse, DataRequest, Empty, PingResponse,
@@ -197,6 +197,23 @@ fn h15_a_server_that_stands_still_keeps_no_question_waiting_for_ever() {
     assert_eq!(error.kind, ErrorKind::TimedOut);
     server.go_on();
     wait_for("it answers again", || bench.count(&[1]) == 1);
+}
+
+/// The plugin waited as long as the host does, whose own error names neither the server nor what to do.
+#[test]
+fn a_server_that_is_missing_is_named_before_the_host_gives_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("none.grpc.sock");
+    let client = Client::new(path.to_str().unwrap(), 1 << 20).unwrap();
+    let context = CallContext { deadline_ns: monotonic_ns() + 2_000_000_000, cancel: std::ptr::null(), trace_id: 0 };
+    // SAFETY: there is no cancel flag.
+    let call = unsafe { Call::from_raw(&context) };
+    let error = client.wait(Duration::from_secs(30), &call).map(|_| ()).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unavailable);
+    let start = format!("`umbp_standalone_server unix://{}`", path.display());
+    assert!(error.message.contains(&start), "{}", error.message);
+    let waited = error.message.split(" within ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    assert!(waited.parse::<u64>().unwrap() < 2_000, "{}", error.message);
 }
 
 #[test]

@@ -8,6 +8,9 @@ use kvdock_plugin_api::{Call, Error, ErrorKind};
 /// How often a wait looks at the cancel flag of its call.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// The most by which it ends before the deadline of its call.
+const EARLY: Duration = Duration::from_millis(250);
+
 /// Why an operation stops before its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
@@ -43,15 +46,21 @@ pub struct Limit<'a> {
     call: Option<&'a Call<'a>>,
 }
 
+/// How long to wait within a call that has so much time left. A call that returns at its deadline is late to the host, and one that has only late calls has
+/// failed, so an answer that does not come is given up a little before.
+pub fn in_time(left: Duration) -> Duration {
+    left - (left / 8).min(EARLY)
+}
+
 impl<'a> Limit<'a> {
     /// Time from now.
     pub fn within(time: Duration) -> Limit<'static> {
         Limit { until: Instant::now() + time, call: None }
     }
 
-    /// The time that a call has, at most `most`.
+    /// The time that a call has but for a little, as [`in_time`] says, at most `most`.
     pub fn of(call: &'a Call<'a>, most: Duration) -> Limit<'a> {
-        let time = call.remaining().map_or(most, |left| left.min(most));
+        let time = call.remaining().map_or(most, |left| in_time(left).min(most));
         Limit { until: Instant::now() + time, call: Some(call) }
     }
 

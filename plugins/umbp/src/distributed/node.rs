@@ -19,6 +19,7 @@ use super::rdma::Rdma;
 use super::rpc::Failed;
 use crate::config::Distributed;
 use crate::local::below::Below;
+use crate::store::show_degraded;
 use crate::wire::master::{HeartbeatRequest, RegisterClientRequest, TierCapacity, TierKvCount};
 use crate::wire::peer::{KvdockNode, tier};
 
@@ -220,6 +221,7 @@ impl Node {
         if trouble.is_none() {
             self.host.log(LogLevel::Error, "umbp", what);
             self.host.health_changed(HealthState::Degraded, what);
+            show_degraded(&self.host, true);
         }
         *trouble = Some(what.to_owned());
     }
@@ -228,6 +230,7 @@ impl Node {
         if self.trouble.lock().take().is_some() {
             self.host.log(LogLevel::Info, "umbp", "the master is reached again");
             self.host.health_changed(HealthState::Ok, "");
+            show_degraded(&self.host, false);
         }
     }
 

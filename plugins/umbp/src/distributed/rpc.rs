@@ -157,18 +157,51 @@ pub fn instance_text(instance: u64) -> String {
     format!("{instance:016x}")
 }
 
-fn describe(status: &tonic::Status) -> String {
+/// What a refusal says, with its causes.
+pub fn describe(status: &tonic::Status) -> String {
     use std::error::Error as _;
-    let source = status.source().map(|source| format!(": {}", chain(source))).unwrap_or_default();
-    format!("{}{source}", status.message())
+    with_causes(status.message().to_owned(), status.source())
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
+    with_causes(error.to_string(), error.source())
+}
+
+/// A text with the causes behind it. Many of them say again what stands before them; that is left out.
+fn with_causes(mut text: String, mut source: Option<&(dyn std::error::Error + 'static)>) -> String {
     while let Some(error) = source {
-        text = format!("{text}: {error}");
+        let cause = error.to_string();
+        if !text.contains(&cause) {
+            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        }
         source = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_that_repeats_what_was_said_is_said_once() {
+        #[derive(Debug)]
+        struct Layer(&'static str, Option<Box<Layer>>);
+        impl std::fmt::Display for Layer {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.0)
+            }
+        }
+        impl std::error::Error for Layer {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                self.1.as_deref().map(|layer| layer as _)
+            }
+        }
+        let refused = Layer("Connection refused (os error 111)", None);
+        let inner = Layer("tcp connect error", Some(Box::new(refused)));
+        let outer = Layer("tcp connect error", Some(Box::new(inner)));
+        let whole = Layer("transport error", Some(Box::new(outer)));
+        assert_eq!(chain(&whole), "transport error: tcp connect error: Connection refused (os error 111)");
+        assert_eq!(with_causes(String::new(), Some(&Layer("gone", None))), "gone");
+    }
 }

@@ -180,6 +180,9 @@ impl Objects for Local {
     fn can_remove(&self) -> bool {
         !self.follower
     }
+    fn takes_objects(&self) -> bool {
+        !self.follower
+    }
     fn has_ranges(&self) -> bool {
         true
     }

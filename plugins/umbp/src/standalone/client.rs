@@ -13,6 +13,8 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic_prost::ProstCodec;
 
+use crate::distributed::limit::in_time;
+use crate::distributed::rpc::describe;
 use crate::wire::standalone::{Empty, PingResponse};
 
 /// One question whether the server is there.
@@ -101,7 +103,9 @@ impl Client {
             let path = path.map_err(|error| fail(error.to_string()))?;
             let codec: ProstCodec<Q, A> = ProstCodec::default();
             let answer = grpc.unary(tonic::Request::new(request), path, codec).await;
-            answer.map(tonic::Response::into_inner).map_err(|status| fail(describe(&status)))
+            answer
+                .map(tonic::Response::into_inner)
+                .map_err(|status| fail(format!("{:?}: {}", status.code(), describe(&status))))
         };
         runtime.block_on(async {
             match time {
@@ -119,9 +123,12 @@ impl Client {
     /// # Errors
     /// When it is not in time.
     pub fn wait(&self, time: Duration, call: &Call<'_>) -> Result<PingResponse> {
-        let until = Instant::now() + call.remaining().map_or(time, |left| left.min(time));
+        let began = Instant::now();
+        let time = call.remaining().map_or(time, |left| in_time(left).min(time));
+        let until = began + time;
         loop {
-            let answer = self.call::<_, PingResponse>("Ping", Empty {}, Some(PING));
+            let left = until.saturating_duration_since(Instant::now());
+            let answer = self.call::<_, PingResponse>("Ping", Empty {}, Some(PING.min(left)));
             let why = match answer {
                 Ok(answer) if answer.ready => return Ok(answer),
                 Ok(_) => "it is not ready".to_owned(),
@@ -131,7 +138,12 @@ impl Client {
                 return Err(Error::new(ErrorKind::Cancelled, "the host cancelled the call"));
             }
             if Instant::now() + PAUSE >= until {
-                let text = format!("no server is ready at {} within {} ms: {why}", self.address, time.as_millis());
+                let text = format!(
+                    "no umbp_standalone_server is ready at {} within {} ms; start one there, `umbp_standalone_server unix://{}`, before this one: {why}",
+                    self.address,
+                    time.as_millis(),
+                    self.address
+                );
                 return Err(Error::new(ErrorKind::Unavailable, text).retryable());
             }
             std::thread::sleep(PAUSE);
@@ -141,18 +153,7 @@ impl Client {
 
 /// How long a call without memory may take, by its own deadline.
 pub fn time_of(call: &Call<'_>) -> Duration {
-    call.remaining().map_or(RPC, |left| left.min(RPC))
-}
-
-fn describe(status: &tonic::Status) -> String {
-    use std::error::Error as _;
-    let mut text = format!("{:?}: {}", status.code(), status.message());
-    let mut source = status.source();
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
+    call.remaining().map_or(RPC, |left| in_time(left).min(RPC))
 }
 
 impl Drop for Client {

@@ -17,6 +17,7 @@ use super::client::{Client, time_of};
 use super::regions::{Region, Regions, Scratch};
 use crate::config::{Standalone, fail};
 use crate::object::{Got, Held, Objects, Piece, Put, Range, Read, Stored};
+use crate::store::show_degraded;
 use crate::wire::standalone::{
     BatchBoolResponse, BatchKeysRequest, BatchRangeDataRequest, BoolResponse, DeregisterMemoryRequest, Empty,
     ExternalKvMutationRequest, ExternalKvTierRequest, RegisterMemoryRequest,
@@ -260,6 +261,7 @@ impl Remote {
         if trouble.is_none() {
             self.host.log(LogLevel::Error, "umbp", what);
             self.host.health_changed(HealthState::Failed, what);
+            show_degraded(&self.host, true);
         }
         *trouble = Some(what.to_owned());
     }
@@ -267,6 +269,7 @@ impl Remote {
     fn well(&self) {
         if self.trouble.lock().take().is_some() {
             self.host.health_changed(HealthState::Ok, "");
+            show_degraded(&self.host, false);
         }
     }
 }

@@ -4,15 +4,18 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvdock_plugin_api::v0_1::CallContext;
 use kvdock_plugin_api::{
-    Call, Error, ErrorKind, Offload, PageStatus, Pool, Ready, Result, Start, Transfer, monotonic_ns,
+    Call, Error, ErrorKind, MetricKind, Offload, PageStatus, Pool, Ready, Result, Start, Transfer, monotonic_ns,
 };
 
-use super::{MARKER, Owner, PoolInfo, Store, page};
+use super::{CORRUPT, MARKER, Owner, PoolInfo, REFUSED, Store, page};
 use crate::object::{Got, Piece, Put, Range, Read, Stored};
 
 /// How often a sign is looked at that pages may be touched.
 const LOOK: Duration = Duration::from_micros(200);
+/// The most by which an offload ends before its deadline.
+const EARLY: Duration = Duration::from_secs(1);
 
 /// A run of bytes of every page of a transfer, and the layer with which it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,6 +170,7 @@ impl Store {
             let verdict = verdicts.get(part.page).copied().unwrap_or(PageStatus::Failed);
             part.owner.transfer.finish(part.owner.number, verdict);
         }
+        self.count(CORRUPT, PageStatus::Corrupt, transfers);
         Ok(())
     }
 
@@ -238,7 +242,13 @@ impl Store {
         Ok(())
     }
 
-    /// Stores the pages of offloads: all become visible or none. Those that were there before stay in any case.
+    /// Counts the pages of offloads, none of which is stored.
+    fn refused(&self, offloads: &[Offload]) {
+        let pages: usize = offloads.iter().flat_map(Offload::transfers).map(Transfer::len).sum();
+        self.host.metric(MetricKind::CounterAdd, REFUSED, "", pages as f64);
+    }
+
+    /// Stores the pages of offloads by the earliest of their deadlines: all become visible or none. Those that were there before stay in any case.
     pub fn offload(&self, offloads: &[Offload], stop: &AtomicBool) -> Result<()> {
         let late = || -> Result<()> {
             let now = monotonic_ns();
@@ -268,7 +278,7 @@ impl Store {
             }
         }
         let (puts, of): (Vec<Put>, Vec<&Transfer<'static>>) = puts.into_iter().unzip();
-        let call = Call::unbounded();
+        let (call, parting) = calls_until(offloads.iter().map(|offload| offload.deadline_ns));
         let names: Vec<Vec<u8>> = puts.iter().map(|put| put.name.clone()).collect();
         let before = self.objects.exists(&names, &call)?;
         // SAFETY: the host does not write pages of an offload until it was popped.
@@ -283,11 +293,19 @@ impl Store {
             });
             return Ok(());
         };
+        if !self.objects.takes_objects() {
+            self.refused(offloads);
+            return Err(Error::unsupported("storing pages as a follower (role): its leader stores them"));
+        }
         let new: HashSet<&Vec<u8>> =
             names.iter().zip(before).filter(|(_, before)| !before).map(|(name, _)| name).collect();
         let new: Vec<Vec<u8>> = new.into_iter().cloned().collect();
         if self.objects.can_remove() {
-            self.objects.remove(&new, &call)?;
+            // Why it failed says more than that not all of it could be taken back.
+            let removed = self.objects.remove(&new, &parting);
+            if stored.is_ok() {
+                removed?;
+            }
         }
         let stored = stored?;
         let count = stored.iter().filter(|stored| **stored == Stored::Yes).count();
@@ -300,11 +318,29 @@ impl Store {
                 Err(Error::new(ErrorKind::Unavailable, text).retryable())
             }
             _ => {
+                self.refused(offloads);
                 let text = format!("{pool}the store has no room: {count} of {} objects were stored", stored.len());
                 Err(Error::new(ErrorKind::NoSpace, text).retryable())
             }
         }
     }
+}
+
+/// The call that stores by the earliest of some deadlines, of which 0 is none, and one that has a little longer, to take back what was stored. Both end
+/// before that deadline: the host takes an offload that ends at it for one that hangs.
+fn calls_until(deadlines: impl Iterator<Item = u64>) -> (Call<'static>, Call<'static>) {
+    let Some(deadline) = deadlines.filter(|deadline| *deadline != 0).min() else {
+        return (Call::unbounded(), Call::unbounded());
+    };
+    let until = |early: u64| {
+        // Never 0, which would be no deadline.
+        let context =
+            CallContext { deadline_ns: deadline.saturating_sub(early).max(1), cancel: std::ptr::null(), trace_id: 0 };
+        // SAFETY: there is no cancel flag.
+        unsafe { Call::from_raw(&context) }
+    };
+    let early = (deadline.saturating_sub(monotonic_ns()) / 4).min(EARLY.as_nanos() as u64);
+    (until(early), until(early / 4))
 }
 
 fn name_of(part: &Part<'_>, infos: &[std::sync::Arc<PoolInfo>]) -> Vec<u8> {
@@ -341,4 +377,22 @@ fn read_of(part: &Part<'_>, info: &PoolInfo, plan: &[Run], layers: &std::ops::Ra
     }
     let len = pool.segments().get(segments.clone()).unwrap_or_default().iter().map(|segment| segment.len).sum();
     Ok(Some(Read { name: info.names.name(part.part, key), len, ranges }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offload_ends_before_the_earliest_deadline_and_has_time_left_to_take_back() {
+        let now = monotonic_ns();
+        let hour = 3_600_000_000_000;
+        let (store, back) = calls_until([0, now + 2 * hour, now + hour].into_iter());
+        let (store, back) = (store.remaining().unwrap(), back.remaining().unwrap());
+        assert!(store < back && back < Duration::from_nanos(hour), "{store:?} {back:?}");
+        let (store, back) = calls_until([now.saturating_sub(1).max(1)].into_iter());
+        assert!(store.check().is_err() && back.check().is_err());
+        let (store, back) = calls_until([0, 0].into_iter());
+        assert!(store.remaining().is_none() && back.remaining().is_none());
+    }
 }

@@ -1,9 +1,9 @@
 //! Masters and nodes that go away.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvdock_plugin_api::mock::{Options, Query, identity};
-use kvdock_plugin_api::{ErrorKind, HealthState, PageStatus};
+use kvdock_plugin_api::{ErrorKind, HealthState, PageStatus, ReadyKind};
 use kvdock_tests::process::stand_still;
 use rustix::process::{Signal, kill_process};
 use serde_json::json;
@@ -119,6 +119,40 @@ fn a_master_that_stands_still_keeps_no_question_waiting_for_ever() {
     assert_eq!(bench.status(1), PageStatus::Ok, "what is here needs no master");
     master.signal(Signal::CONT);
     wait_for("it answers again", || bench.status(2) == PageStatus::Missing);
+}
+
+/// Offloads had no deadline of their own, so that each took as long as the longest question to the master; the host took them all for hanging.
+#[test]
+fn offloads_end_by_their_deadline_while_the_master_stands_still() {
+    let master = Master::start(&[]);
+    let bench = Bench::new(&master.config(json!({})), pool(4, 9_000));
+    let linker = bench.store.linker().unwrap();
+    let now = (ReadyKind::Now as u32, 0);
+    let ended = |operation: u64, options: &Options| {
+        bench.pool.fill(0, operation);
+        linker.offload(options, operation, &[bench.part(&[operation])], &[now]).unwrap();
+        let mut popped = None;
+        wait_for("the end of the offload", || {
+            popped = linker.pop().unwrap();
+            popped.is_some()
+        });
+        popped.unwrap().result
+    };
+    ended(1, &Options::default()).unwrap();
+    master.stand_still();
+    let began = Instant::now();
+    let short = Options { deadline: Some(Duration::from_millis(500)), ..Options::default() };
+    let error = ended(2, &short).unwrap_err();
+    assert!(matches!(error.kind, ErrorKind::TimedOut | ErrorKind::Unavailable), "{error}");
+    // Half of what it took before.
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+    master.signal(Signal::CONT);
+    let mut operation = 2;
+    wait_for("offloads are taken again", || {
+        operation += 1;
+        ended(operation, &Options::default()).is_ok()
+    });
+    assert_eq!(bench.status(operation), PageStatus::Ok);
 }
 
 #[test]

@@ -77,7 +77,9 @@ fn h03_a_follower_says_of_nothing_that_it_is_stored_which_is_not() {
     let dir = tempfile::tempdir().unwrap();
     let leader = Bench::new(&settings(dir.path(), json!({"role": "leader", "ssd_copy_async": false})), pool(16, 8192));
     let follower = Bench::new(&settings(dir.path(), json!({"role": "follower"})), pool(16, 8192));
+    assert_eq!(follower.host.metric("umbp_refused_pages"), Some(0.0));
     assert_eq!(follower.set(&[1]).statuses[0], [PageStatus::Refused]);
+    assert_eq!(follower.host.metric("umbp_refused_pages"), Some(1.0));
     assert_eq!(follower.status(1), PageStatus::Missing);
     leader.store(&[1, 2, 3]);
     // It looks at the directory again, though not at every miss.
