@@ -41,6 +41,9 @@ enum Command {
     /// Real Mooncake services, to try the Mooncake plugin with.
     #[command(subcommand)]
     Mooncake(mooncake::Action),
+    /// Real UMBP services, to try the UMBP plugin with.
+    #[command(subcommand)]
+    Umbp(umbp::Action),
     /// Write small checkpoints of every model family.
     TinyModels(tiny_models::Options),
     /// Compile every CUDA kernel for the served architectures, without a GPU, and print what each takes.
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
         Command::Test(options) => test::run(&options),
         Command::Soak(options) => soak::run(&options),
         Command::Mooncake(action) => mooncake::act(&action),
+        Command::Umbp(action) => umbp::act(&action),
         Command::TinyModels(options) => tiny_models::write(&options),
         Command::CudaCompile(options) => cuda::run(&options),
         Command::GpuCheck(options) => gpu::check(&options),

@@ -135,12 +135,20 @@ pub fn act(action: &Action) -> Result<ExitCode> {
         Some(model::fetch()?)
     };
     // Before the master starts, so that no signal is lost in between.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
+    let signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("can't listen for signals")?;
     let log = paths::cache().join("mooncake-master.log");
     let (mut master, ports) = start(&folder.join("mooncake/mooncake_master"), &log, &flags)?;
     print!("{}", advice(&ports, model.as_deref())?);
+    attend(&mut master, signals, "the master", &log)
+}
+
+/// Stays with a service until it ends, or a signal asks for its end.
+///
+/// # Errors
+/// When it can't be waited for.
+pub fn attend(child: &mut Child, mut signals: Signals, what: &str, log: &Path) -> Result<ExitCode> {
     println!("Its log goes to {}. Ctrl-C stops it.", log.display());
-    let pid = Pid::from_child(&master);
+    let pid = Pid::from_child(child);
     let handle = signals.handle();
     let passer = std::thread::spawn(move || {
         let asked = signals.forever().next().is_some();
@@ -150,14 +158,14 @@ pub fn act(action: &Action) -> Result<ExitCode> {
         }
         asked
     });
-    let status = master.wait().context("can't wait for the master")?;
+    let status = child.wait().with_context(|| format!("can't wait for {what}"))?;
     handle.close();
     let asked = passer.join().unwrap_or(false);
     if asked {
-        println!("the master has stopped");
+        println!("{what} has stopped");
         return Ok(ExitCode::SUCCESS);
     }
-    eprintln!("error: the master ended by itself, with {status}; its log is {}", log.display());
+    eprintln!("error: {what} ended by itself, with {status}; its log is {}", log.display());
     Ok(ExitCode::FAILURE)
 }
 
@@ -344,13 +352,13 @@ Or as one command, in another terminal, and once more with another port to see t
 }
 
 /// A word of a shell's command line.
-fn shell(text: &str) -> String {
+pub fn shell(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%".contains(c);
     if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Ports that nobody listens on now, all different.
-fn free_ports() -> Result<[u16; 3]> {
+pub fn free_ports() -> Result<[u16; 3]> {
     let mut held = Vec::new();
     let mut ports = [0; 3];
     for port in &mut ports {
