@@ -1,6 +1,6 @@
 //! The configuration `storage.<instance>.*`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvdock_plugin_api::values::{SIZE, size};
@@ -14,8 +14,8 @@ pub const SCHEMA: &str = r#"{
   "additionalProperties": false,
   "properties": {
     "dir": {
-      "type": "string", "minLength": 1,
-      "description": "Directory that keeps the pages. Several processes and models may share it, also over a shared file system. Default: kvdock/storage in $XDG_CACHE_HOME or ~/.cache."
+      "type": "string", "minLength": 1, "not": {"pattern": "^/+(proc|sys)(/|$)"},
+      "description": "Directory that keeps the pages, on a file system that keeps files. Several processes and models may share it, also over a shared file system. Default: kvdock/storage in $XDG_CACHE_HOME or ~/.cache."
     },
     "max_bytes": {
       "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+ *([kKMGT]i?)?B?$"}],
@@ -118,6 +118,10 @@ impl Config {
                 "dir" => {
                     let text = value.as_str().filter(|text| !text.is_empty() && !text.contains('\0'));
                     let text = text.ok_or_else(|| bad(key, value, "the path of a directory"))?;
+                    let within = |top: &str| Path::new(text).starts_with(top);
+                    if within("/proc") || within("/sys") {
+                        return Err(bad(key, value, "a directory on a file system that keeps files"));
+                    }
                     config.dir = match (text.strip_prefix("~/"), &home) {
                         (Some(rest), Some(home)) => home.join(rest),
                         _ => PathBuf::from(text),
@@ -226,6 +230,9 @@ mod tests {
             (r#"{"io_threads":0}"#, false),
             (r#"{"durability":"always"}"#, false),
             (r#"{"dirs":"/x"}"#, false),
+            (r#"{"dir":"/proc/nope"}"#, false),
+            (r#"{"dir":"/sys"}"#, false),
+            (r#"{"dir":"/process/x"}"#, true),
         ] {
             assert_eq!(parse(json).is_ok(), good, "{json}");
             assert_eq!(validator.is_valid(&serde_json::from_str(json).unwrap()), good, "{json}");

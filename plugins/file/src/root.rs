@@ -164,7 +164,10 @@ fn check_marker(dir: BorrowedFd<'_>) -> io::Result<()> {
                     continue;
                 }
                 let found = String::from_utf8_lossy(text.get(..len).unwrap_or_default()).trim().to_owned();
-                let message = format!("its file {MARKER} says {found:?}, this version reads {:?}", MARKER_TEXT.trim());
+                let message = format!(
+                    "its file {MARKER} says {found:?}, this version reads {:?}; where another version has written it, give this one another dir; where the file is damaged, remove it alone: the pages stay, and each is checked when it is read",
+                    MARKER_TEXT.trim()
+                );
                 return Err(io::Error::new(io::ErrorKind::InvalidData, message));
             }
             Err(rustix::io::Errno::NOENT) => publish(dir, MARKER, MARKER_TEXT)?,
@@ -331,4 +334,24 @@ pub fn namespaces(root: &Root) -> io::Result<Vec<String>> {
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
     });
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_mark_says_what_to_do_and_without_it_the_folder_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = std::fs::File::open(folder.path()).unwrap();
+        std::fs::write(folder.path().join(MARKER), "\0\0garbage").unwrap();
+        let error = check_marker(dir.as_fd()).unwrap_err().to_string();
+        assert!(
+            error.contains(MARKER) && error.contains("another dir") && error.contains("remove it alone"),
+            "{error}"
+        );
+        std::fs::remove_file(folder.path().join(MARKER)).unwrap();
+        check_marker(dir.as_fd()).unwrap();
+        check_marker(dir.as_fd()).unwrap();
+    }
 }

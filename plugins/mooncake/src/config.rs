@@ -115,7 +115,7 @@ pub const SCHEMA: &str = r#"{
     "ssd_offload_path": {"type": "string", "description": "Only with enable_ssd_offload."}
   },
   "dependentSchemas": {
-    "soft_pin_ttl": {"required": ["soft_pin"], "properties": {"soft_pin": {"const": true}}}
+    "soft_pin_ttl": {"if": {"properties": {"soft_pin": {"const": true}}, "required": ["soft_pin"]}, "else": {"properties": {"soft_pin_ttl": false}}}
   }
 }"#;
 

@@ -45,6 +45,7 @@ fn a_lease_that_runs_out_while_a_page_is_read_makes_it_fail() {
     let master = Master::start(&["--default_kv_lease_ttl=1"]);
     let mut official = Official::start(&master, Mode::Peer, 128 << 20);
     let bench = Bench::new(&master.config(Mode::Peer, 0), pool(2, 32 << 20));
+    assert_eq!(bench.host.metric("mooncake_expired_pages"), Some(0.0), "what has not happened is shown too");
     assert!(bench.set(&[1]).all_ok(), "{}", bench.logs());
     let got = bench.get(&[1]);
     assert_eq!(got.statuses[0], [PageStatus::Failed], "32 MiB do not come within a millisecond");

@@ -3,6 +3,10 @@
 use kvdock_plugin_api::{Health, HealthState, Host, LogLevel, MetricKind};
 use parking_lot::Mutex;
 
+/// What is counted, from the start on.
+const COUNTERS: [&str; 4] =
+    ["mooncake_remounts", "mooncake_expired_pages", "mooncake_refused_pages", "mooncake_unreadable_pages"];
+
 /// The state. One log line, one event and one metric a change.
 #[derive(Debug)]
 pub struct State {
@@ -14,6 +18,8 @@ impl State {
     /// All is well.
     pub(super) fn new(host: Host) -> State {
         host.metric(MetricKind::GaugeSet, "mooncake_degraded", "", 0.0);
+        // What has not happened is seen too.
+        COUNTERS.iter().for_each(|name| host.metric(MetricKind::CounterAdd, name, "", 0.0));
         State { host, trouble: Mutex::default() }
     }
 
