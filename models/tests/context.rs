@@ -88,6 +88,9 @@ fn each_share_of_a_model_may_have_several_context_parallel_ranks() {
     }
 }
 
+/// From where to where a sequence's tokens are in a batch, by its number.
+type Cut = dyn Fn(usize, &[u32]) -> (usize, usize);
+
 /// Chunks of several sequences, some of which want no logits or the last ones, cut anywhere among the ranks, beside single tokens.
 #[test]
 fn a_batch_is_dealt_out_across_its_sequences() {
@@ -98,7 +101,7 @@ fn a_batch_is_dealt_out_across_its_sequences() {
             let places: Vec<Place> = (0..5).map(|seq| Place::shuffled(seq * 6, 6, seq)).collect();
             let ids: Vec<Vec<u32>> = (0..5).map(|seq| token_ids(&format!("dealt.{seq}"), 23 + 7 * seq, 256)).collect();
             let wants = [Want::Last, Want::None, Want::All, Want::Last, Want::Last];
-            let batch = |cut: &dyn Fn(usize, &[u32]) -> (usize, usize), wants: [Want; 5]| {
+            let batch = |cut: &Cut, wants: [Want; 5]| {
                 let seqs: Vec<PooledChunk<'_>> = (0..5)
                     .map(|seq| {
                         let (start, end) = cut(seq, &ids[seq]);
