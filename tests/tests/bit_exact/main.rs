@@ -4,12 +4,25 @@
 // A test that cannot go on panics: that is how it fails.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+#[path = "../../../kernels/cuda/tests/device/clocks.rs"]
+#[allow(dead_code)]
+mod clocks;
 mod context;
+#[path = "../../../kernels/cuda/tests/device/emulated.rs"]
+#[allow(dead_code)]
+mod emulated;
+#[path = "../../../kernels/cuda/tests/device/fake.rs"]
+#[allow(dead_code)]
+mod fake;
 mod families;
 mod faults;
+mod gpu;
 mod linked;
 mod ranks;
 mod rig;
+#[path = "../../../kernels/cuda/tests/device/state.rs"]
+#[allow(dead_code)]
+mod state;
 
 use kvdock_tests::prompt;
 

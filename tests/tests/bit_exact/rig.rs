@@ -43,6 +43,8 @@ pub struct Setup<'a> {
     pub running: usize,
     /// Linker mode: pages come from storage layer by layer, and the host pages are transit pages.
     pub linked: bool,
+    /// Rows of logits are recorded. Else nothing but tokens is asked of the model, so that a device may choose them.
+    pub watched: bool,
 }
 
 impl Default for Setup<'_> {
@@ -57,6 +59,7 @@ impl Default for Setup<'_> {
             states: 48,
             running: 16,
             linked: false,
+            watched: true,
         }
     }
 }
@@ -166,7 +169,16 @@ impl Loaded {
         let ranks = shares * context;
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
         let device = || CpuDevice::new((threads / ranks).max(1)).expect("a CPU device");
-        let devices: Vec<Arc<dyn Device>> = (0..ranks).map(|_| Arc::new(device()) as Arc<dyn Device>).collect();
+        let devices = (0..ranks).map(|_| Arc::new(device()) as Arc<dyn Device>).collect();
+        Self::over(path, page, devices, context)
+    }
+
+    /// As `with_page`, on this device.
+    pub fn on(path: &Path, page: usize, device: Arc<dyn Device>) -> Self {
+        Self::over(path, page, vec![device], 1)
+    }
+
+    fn over(path: &Path, page: usize, devices: Vec<Arc<dyn Device>>, context: usize) -> Self {
         let (first, further_ranks) = (devices[0].clone(), devices[1..].to_vec());
         let options = LoadOptions { further_ranks, context_ranks: context, ..LoadOptions::new(first) };
         let model = load(path, &options).expect("the model loads");
@@ -271,7 +283,7 @@ impl Rig {
             prefill_chunk: chunk,
             max_running_requests: setup.running,
             max_queued_requests: 16,
-            logits_tap: Some(tap(recorded.clone())),
+            logits_tap: setup.watched.then(|| tap(recorded.clone())),
         };
         let parts =
             EngineParts { model: model.model.clone(), tokenizer: model.tokenizer.clone(), pool, cache, mailbox };
@@ -349,6 +361,12 @@ impl Rig {
         let expected: Vec<usize> = (prompt - 1..prompt - 1 + new as usize).collect();
         assert_eq!(positions, expected, "a row for each new token; {:?}", whole.reason);
         Run { rows, tokens: whole.token_ids.clone(), usage: whole.usage }
+    }
+
+    /// Runs one request with nothing beside it; gives its tokens.
+    pub fn tokens(&self, id: &str, prompt: &[u32], sampling: SamplingParams) -> Vec<u32> {
+        let request = Request::new(id, prompt.to_vec(), sampling);
+        self.collect(self.engine.handle().submit(request).expect("the request is taken")).token_ids
     }
 
     /// Runs one request with nothing beside it.

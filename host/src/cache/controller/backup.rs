@@ -150,11 +150,10 @@ impl Place<'_> {
     /// Brings device pages to transit pages, sealed. False if that failed.
     fn bring_down(&self, device: &[u32], transit: &[u32], keys: &[PageKey]) -> bool {
         let Some((memory, host)) = self.shared.pools(self.part.component) else { return false };
-        let copied = device.iter().zip(transit).all(|(&from, &to)| {
-            host.unseal(to);
-            // SAFETY: the node is locked, so its device page stays; the transit page is the job's alone.
-            unsafe { copy_out(memory, from, host, to) }
-        });
+        transit.iter().for_each(|page| host.unseal(*page));
+        let pages: Vec<(u32, u32)> = device.iter().copied().zip(transit.iter().copied()).collect();
+        // SAFETY: the node is locked, so its device pages stay; the transit pages are the job's alone.
+        let copied = unsafe { copy_out(memory, &pages, host) };
         if copied {
             // SAFETY: as above, and they are complete now.
             unsafe { seal(host, transit, keys) };

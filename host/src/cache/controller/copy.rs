@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::{Event, Shared};
 use crate::cache::pool::{DeviceMemory, HostPool};
 use crate::cache::unified::Component;
-
-/// Pages a worker takes at a time from a load that several work on.
-const LOAD_STEP: usize = 2;
 
 /// One page, or one state, to be copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,38 +60,53 @@ impl LoadJob {
     }
 }
 
-/// Copies one page to the host; false if that failed.
+/// Copies pages to the host, given as pairs of a device page and a host page; false if that failed.
 ///
 /// # Safety
 ///
-/// The caller holds the host page and it is no one else's yet; the device page is complete, and stays
+/// The caller holds the host pages and they are no one else's yet; the device pages are complete, and stay
 /// so during the call.
-pub(crate) unsafe fn copy_out(device: &DeviceMemory, from: u32, host: &HostPool, to: u32) -> bool {
+pub(crate) unsafe fn copy_out(device: &DeviceMemory, pages: &[(u32, u32)], host: &HostPool) -> bool {
     // SAFETY: the host pool of a cache is made for its device memory; the rest is the caller's promise.
-    match unsafe { device.copy_out(from, host, to) } {
+    match unsafe { device.copy_out(pages, host) } {
         Ok(()) => true,
         Err(error) => {
-            tracing::error!(%error, page = from, "device page could not be copied to the host");
+            tracing::error!(%error, pages = pages.len(), "device pages could not be copied to the host");
             false
         }
     }
 }
 
-/// Copies one page to the device; false if that failed.
+/// Copies pages to the device, given as pairs of a device page and a host page; false if that failed.
 ///
 /// # Safety
 ///
-/// The host page is complete and not written during the call; the device page belongs to the caller
-/// and nobody reads it yet.
-pub(crate) unsafe fn copy_in(device: &DeviceMemory, host: &HostPool, from: u32, to: u32) -> bool {
+/// The host pages are complete and not written during the call; the device pages belong to the caller
+/// and nobody reads them yet.
+pub(crate) unsafe fn copy_in(device: &DeviceMemory, pages: &[(u32, u32)], host: &HostPool) -> bool {
     // SAFETY: the host pool of a cache is made for its device memory; the rest is the caller's promise.
-    match unsafe { device.copy_in(host, from, to) } {
+    match unsafe { device.copy_in(pages, host) } {
         Ok(()) => true,
         Err(error) => {
-            tracing::error!(%error, page = to, "host page could not be copied to the device");
+            tracing::error!(%error, pages = pages.len(), "host pages could not be copied to the device");
             false
         }
     }
+}
+
+/// Calls `copy` with what of `copies` is of one component and follows each other; false if one of the calls said so.
+pub(crate) fn by_component(
+    shared: &Shared,
+    copies: &[PageCopy],
+    mut copy: impl FnMut(&DeviceMemory, &[(u32, u32)], &HostPool) -> bool,
+) -> bool {
+    let mut ok = true;
+    for run in copies.chunk_by(|one, next| one.component == next.component) {
+        let pages: SmallVec<[(u32, u32); 8]> = run.iter().map(|copy| (copy.device, copy.host)).collect();
+        let pools = run.first().and_then(|first| shared.pools(first.component));
+        ok &= pools.is_some_and(|(device, host)| copy(device, &pages, host));
+    }
+    ok
 }
 
 /// What a copy worker does until the channels close. Loads come first, also in the middle of a backup:
@@ -114,22 +128,19 @@ pub(super) fn work(shared: &Shared) {
 }
 
 fn load(shared: &Shared, job: &LoadJob) {
+    // What a worker takes at a time of a load that several work on.
+    let at_once = shared.device.pages_at_once();
     loop {
-        let from = job.next.fetch_add(LOAD_STEP, Ordering::Relaxed);
+        let from = job.next.fetch_add(at_once, Ordering::Relaxed);
         let Some(rest) = job.copies.get(from..) else { return };
-        let step = &rest[..rest.len().min(LOAD_STEP)];
+        let step = &rest[..rest.len().min(at_once)];
         if step.is_empty() {
             return;
         }
-        for copy in step {
-            let done = shared.pools(copy.component).is_some_and(|(device, host)| {
-                // SAFETY: the host page is complete and locked in the tree; the device page is marked as
-                // loading there, so nobody reads it before this job is reported.
-                unsafe { copy_in(device, host, copy.host, copy.device) }
-            });
-            if !done {
-                job.failed.store(true, Ordering::Release);
-            }
+        // SAFETY: the host pages are complete and locked in the tree; the device pages are marked as
+        // loading there, so nobody reads them before this job is reported.
+        if !by_component(shared, step, |device, pages, host| unsafe { copy_in(device, pages, host) }) {
+            job.failed.store(true, Ordering::Release);
         }
         if job.left.fetch_sub(step.len(), Ordering::AcqRel) == step.len() {
             let ok = !job.failed.load(Ordering::Acquire);
@@ -142,15 +153,13 @@ fn load(shared: &Shared, job: &LoadJob) {
 fn backup(shared: &Shared, job: BackupJob) {
     let began = Instant::now();
     let mut ok = true;
-    for copy in &job.copies {
+    for step in job.copies.chunks(shared.device.pages_at_once()) {
         while let Ok(urgent) = shared.load_queue.try_recv() {
             load(shared, &urgent);
         }
-        ok &= shared.pools(copy.component).is_some_and(|(device, host)| {
-            // SAFETY: the node is locked, so its device pages stay; its host pages are marked as being
-            // filled, so nobody reads them before this job is reported.
-            unsafe { copy_out(device, copy.device, host, copy.host) }
-        });
+        // SAFETY: the node is locked, so its device pages stay; its host pages are marked as being
+        // filled, so nobody reads them before this job is reported.
+        ok &= by_component(shared, step, |device, pages, host| unsafe { copy_out(device, pages, host) });
     }
     shared.send(Event::BackedUp { job, ok, took: began.elapsed() });
 }

@@ -25,7 +25,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 pub(crate) use attached::{Attached, CallFault, CallInfo};
 pub(crate) use backup::{StoreJob, StorePart, StoreReport};
-pub(crate) use copy::{BackupJob, LoadJob, PageCopy, copy_in, copy_out};
+pub(crate) use copy::{BackupJob, LoadJob, PageCopy, by_component, copy_in, copy_out};
 pub(crate) use fetch::{Delivery, Fetch, FetchOrder, FetchState};
 pub(crate) use guard::cancel::CancelSet;
 pub use guarded::Guarded;

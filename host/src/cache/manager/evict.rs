@@ -204,11 +204,10 @@ impl Room for CacheManager {
         let Some((memory, pool)) = self.lower.as_ref().and_then(|lower| lower.shared.pools(component)) else {
             return false;
         };
-        let ok = device.iter().zip(host).all(|(&from, &to)| {
-            // SAFETY: the host page was just taken and is nobody else's; the device page is complete and
-            // belongs to the tree, which is not changed meanwhile.
-            unsafe { copy_out(memory, from, pool, to) }
-        });
+        let pages: Vec<(u32, u32)> = device.iter().copied().zip(host.iter().copied()).collect();
+        // SAFETY: the host pages were just taken and are nobody else's; the device pages are complete and
+        // belong to the tree, which is not changed meanwhile.
+        let ok = unsafe { copy_out(memory, &pages, pool) };
         if ok && component == Component::Full {
             self.count_host_backup(device.len(), began.elapsed());
         }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::CacheManager;
 use super::admit::Request;
-use crate::cache::controller::{LoadJob, PageCopy, copy_in};
+use crate::cache::controller::{LoadJob, PageCopy, by_component, copy_in};
+use crate::cache::pool::{DeviceMemory, HostPool};
 use crate::cache::types::{Acquire, CacheError, Grant, RequestId};
 use crate::cache::unified::{Component, LoadCopy, LoadTicket, Lock, NO_SLOT, NodeId, Readiness, Room, Side, Slots};
 
@@ -248,13 +249,11 @@ impl CacheManager {
         self.loads.insert(id, ActiveLoad { ticket, pages: slots[Component::Full].len() });
         let Some(lower) = &self.lower else { return true };
         if inline {
-            let ok = job.copies.iter().all(|copy| {
-                lower.shared.pools(copy.component).is_some_and(|(device, host)| {
-                    // SAFETY: the host page is complete and locked in the tree; the device page is marked as
-                    // loading, so nobody reads it yet.
-                    unsafe { copy_in(device, host, copy.host, copy.device) }
-                })
-            });
+            // SAFETY: the host pages are complete and locked in the tree; the device pages are marked as
+            // loading, so nobody reads them yet.
+            let copy =
+                |device: &DeviceMemory, pages: &[(u32, u32)], host: &HostPool| unsafe { copy_in(device, pages, host) };
+            let ok = by_component(&lower.shared, &job.copies, copy);
             self.loaded(id, ok, job.began.elapsed());
         } else {
             lower.load(&job);

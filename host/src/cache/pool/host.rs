@@ -18,6 +18,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use sha2::{Digest, Sha256};
 
 use super::memory::{DeviceMemory, HostShape, NamedPlanes};
+use super::noted::Noted;
 use super::pages::SharedPages;
 use crate::cache::layout::{HostLayout, PlaneShape, PlaneStrides};
 use crate::cache::seal::{SealFault, SealFormat};
@@ -44,6 +45,10 @@ pub(crate) struct HostPool {
     seals: Vec<Seals>,
     /// Whether a page's seal stands for what the page holds. Reset when the page is taken anew.
     sealed: Vec<AtomicBool>,
+    /// Checksums of pages that are not sealed yet, where a device has taken them.
+    noted: Noted,
+    /// The tokens of a head lie together.
+    by_heads: bool,
     /// Held while a page is sealed, each for its share of the pages: several backends may be about to store one page.
     sealing: [Mutex<()>; 16],
     pages: Mutex<SharedPages>,
@@ -255,6 +260,8 @@ impl HostPool {
             seals.extend(planned.seals.map(|(area, format)| Seals { pool, area, format }));
         }
         Ok(HostPool {
+            by_heads: layout == HostLayout::PageHead,
+            noted: Noted::default(),
             base: base.cast(),
             fd: ManuallyDrop::new(fd),
             bytes: plan.bytes,
@@ -393,10 +400,27 @@ impl HostPool {
             // have found it sealed read it afterwards. It lies in the mapping.
             let seal =
                 unsafe { std::slice::from_raw_parts_mut(self.seal_pointer(seals, page), seals.area.len as usize) };
-            // SAFETY: the caller holds the page and its content is complete.
-            seals.format.write(seal, key, unsafe { self.checksums(seals.pool, page) });
+            match self.noted.take(seals.pool, page) {
+                Some(sums) => seals.format.write(seal, key, sums.iter().copied()),
+                // SAFETY: the caller holds the page and its content is complete.
+                None => seals.format.write(seal, key, unsafe { self.checksums(seals.pool, page) }),
+            }
         }
         self.set_sealed(page, true);
+    }
+
+    /// Whether a page has the tokens of a head together.
+    pub fn is_by_heads(&self) -> bool {
+        self.by_heads
+    }
+
+    /// Tells the checksums of what a page holds of a named pool, by its place among them, in order of its components: a device has taken them
+    /// of the pages that were copied here. They count until the page holds something else.
+    pub fn note_checksums(&self, pool: usize, page: u32, sums: &[u32]) {
+        let known = self.descriptions.get(pool).is_some_and(|of| of.components.len() == sums.len());
+        if known && (page as usize) < self.capacity() && !self.is_sealed(page) {
+            self.noted.put(pool, page, sums);
+        }
     }
 
     /// Checks a page that a backend filled against `key`.
@@ -542,6 +566,9 @@ impl HostPool {
     }
 
     fn set_sealed(&self, page: u32, to: bool) {
+        if !to {
+            self.noted.forget(page);
+        }
         if let Some(sealed) = self.sealed.get(page as usize) {
             sealed.store(to, Ordering::Release);
         }
@@ -661,6 +688,37 @@ mod tests {
         unsafe { pool.seal(page, &[2; 32]) };
         // SAFETY: as above.
         assert_eq!(unsafe { pool.verify(page, &[2; 32]) }, Ok(()));
+    }
+
+    #[test]
+    fn checksums_that_a_device_took_are_in_the_seal() {
+        let pool =
+            HostPool::new(&HostShape::of_heads(&SPEC), PoolGroup::Full, 1, HostLayout::PageFirst, &[[0; 32]]).unwrap();
+        let page = pool.alloc(1).unwrap()[0];
+        fill(&pool, page, 1);
+        // SAFETY: the test holds the page.
+        let sums: Vec<u32> = unsafe { pool.checksums(0, page) }.collect();
+        pool.note_checksums(0, page, &sums);
+        // SAFETY: as above.
+        unsafe { pool.seal(page, &[1; 32]) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { pool.verify(page, &[1; 32]) }, Ok(()));
+        // Of other bytes than those that came: whoever reads the page finds out.
+        pool.unseal(page);
+        pool.note_checksums(0, page, &sums.iter().map(|sum| sum ^ 1).collect::<Vec<u32>>());
+        // SAFETY: as above.
+        unsafe { pool.seal(page, &[1; 32]) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { pool.verify(page, &[1; 32]) }, Err(SealFault::Payload { component: 0 }));
+        // Too few, and of what the page held before: the bytes count.
+        pool.unseal(page);
+        pool.note_checksums(0, page, &sums[1..]);
+        pool.note_checksums(0, page, &[0; 6]);
+        pool.unseal(page);
+        // SAFETY: as above.
+        unsafe { pool.seal(page, &[1; 32]) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { pool.verify(page, &[1; 32]) }, Ok(()));
     }
 
     #[test]

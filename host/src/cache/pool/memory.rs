@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
-use kvdock_kernels::{KernelError, KvDtype, KvPool, KvSpec, PagePool};
+use kvdock_kernels::{HostPage, KernelError, KvDtype, KvPool, KvSpec, PagePool};
 use kvdock_models::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolMemory, PoolSet};
+use smallvec::SmallVec;
 
 use super::host::HostPool;
 use crate::cache::layout::PlaneShape;
 use crate::cache::types::CacheError;
 use crate::plugin::backend::{PlaneKind, PoolHit};
+
+/// Pages that are copied by one call where a pool wishes for no other number.
+const LEAST_AT_ONCE: usize = 2;
 
 /// What the pools of one component hold on the device: a page (or a state) is a page of each of them, under one number, also where they are the
 /// pools of several ranks.
@@ -312,29 +316,45 @@ impl DeviceMemory {
         heads.map_or(Ok(false), |heads| unsafe { heads.pin_host(at, bytes) })
     }
 
-    /// Copies a page to the host.
+    /// Pages that are best copied by one call.
+    pub(crate) fn pages_at_once(&self) -> usize {
+        let of = |pool: &DevicePool| match &pool.buffers {
+            Buffers::Heads(heads) => heads.pages_at_once(),
+            Buffers::Logical | Buffers::Bytes(_) => LEAST_AT_ONCE,
+        };
+        self.pools.iter().map(of).max().unwrap_or(LEAST_AT_ONCE).max(1)
+    }
+
+    /// Copies pages to the host, given as pairs of a device page and a host page.
     ///
     /// # Errors
-    /// A page that is not there.
+    /// A page that is not there; some may have been copied then.
     ///
     /// # Safety
     ///
-    /// `host` was made for these planes. The caller holds the host page and it is no one else's yet; the device page is complete, and stays
-    /// so during the call.
-    pub(crate) unsafe fn copy_out(&self, from: u32, host: &HostPool, to: u32) -> Result<(), KernelError> {
+    /// `host` was made for these planes. The caller holds the host pages and they are no one else's yet; the device pages are complete, and
+    /// stay so during the call.
+    pub(crate) unsafe fn copy_out(&self, pages: &[(u32, u32)], host: &HostPool) -> Result<(), KernelError> {
         let mut plane = 0;
-        for pool in &self.pools {
+        for (index, pool) in self.pools.iter().enumerate() {
             match &pool.buffers {
                 Buffers::Logical => {}
                 Buffers::Heads(pool) => {
-                    let target = host.heads(plane, to).ok_or_else(|| outside(to))?;
+                    let places = places(host, plane, pages)?;
                     plane += 2;
                     // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-                    // promise nobody else touches the host page or writes the device page.
-                    unsafe { pool.copy_page_out(from, &target)? };
+                    // promise nobody else touches the host pages or writes the device pages.
+                    unsafe { pool.copy_pages_out(&places)? };
+                    let of_device: SmallVec<[u32; LEAST_AT_ONCE]> = pages.iter().map(|(from, _)| *from).collect();
+                    if let Some(sums) = pool.checksums(&of_device, host.is_by_heads())? {
+                        let a_page = 2 * pool.spec().layers;
+                        for (&(_, to), sums) in pages.iter().zip(sums.chunks_exact(a_page)) {
+                            host.note_checksums(index, to, sums);
+                        }
+                    }
                 }
                 Buffers::Bytes(pool) => {
-                    for layer in 0..pool.spec().layers {
+                    for (&(from, to), layer) in each_layer(pages, pool.spec().layers) {
                         let target = host.bytes(plane, layer, to).ok_or_else(|| outside(to))?;
                         // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody else touches the page.
                         let target = unsafe { std::slice::from_raw_parts_mut(target.0, target.1) };
@@ -390,29 +410,29 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Copies a page from the host.
+    /// Copies pages from the host, given as pairs of a device page and a host page.
     ///
     /// # Errors
-    /// A page that is not there.
+    /// A page that is not there; some may have been copied then.
     ///
     /// # Safety
     ///
-    /// `host` was made for these planes. The host page is complete and not written during the call; the device page belongs to the caller
-    /// and nobody reads it yet.
-    pub(crate) unsafe fn copy_in(&self, host: &HostPool, from: u32, to: u32) -> Result<(), KernelError> {
+    /// `host` was made for these planes. The host pages are complete and not written during the call; the device pages belong to the caller
+    /// and nobody reads them yet.
+    pub(crate) unsafe fn copy_in(&self, pages: &[(u32, u32)], host: &HostPool) -> Result<(), KernelError> {
         let mut plane = 0;
         for pool in &self.pools {
             match &pool.buffers {
                 Buffers::Logical => {}
                 Buffers::Heads(pool) => {
-                    let source = host.heads(plane, from).ok_or_else(|| outside(from))?;
+                    let places = places(host, plane, pages)?;
                     plane += 2;
                     // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-                    // promise nobody writes the host page or touches the device page.
-                    unsafe { pool.copy_page_in(to, &source)? };
+                    // promise nobody writes the host pages or touches the device pages.
+                    unsafe { pool.copy_pages_in(&places)? };
                 }
                 Buffers::Bytes(pool) => {
-                    for layer in 0..pool.spec().layers {
+                    for (&(to, from), layer) in each_layer(pages, pool.spec().layers) {
                         let source = host.bytes(plane, layer, from).ok_or_else(|| outside(from))?;
                         // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody writes the page.
                         let source = unsafe { std::slice::from_raw_parts(source.0.cast_const(), source.1) };
@@ -424,6 +444,19 @@ impl DeviceMemory {
         }
         Ok(())
     }
+}
+
+/// Device pages with the places of their host pages in the planes from `plane` on.
+type Places = SmallVec<[(u32, HostPage); LEAST_AT_ONCE]>;
+
+fn places(host: &HostPool, plane: usize, pages: &[(u32, u32)]) -> Result<Places, KernelError> {
+    let place = |&(device, page): &(u32, u32)| Ok((device, host.heads(plane, page).ok_or_else(|| outside(page))?));
+    pages.iter().map(place).collect()
+}
+
+/// Each page with each of `layers` layers.
+fn each_layer(pages: &[(u32, u32)], layers: usize) -> impl Iterator<Item = (&(u32, u32), usize)> {
+    pages.iter().flat_map(move |pair| (0..layers).map(move |layer| (pair, layer)))
 }
 
 impl DevicePool {

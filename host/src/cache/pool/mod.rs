@@ -3,6 +3,7 @@
 mod device;
 mod host;
 mod memory;
+mod noted;
 mod pages;
 
 pub(crate) use device::DevicePages;

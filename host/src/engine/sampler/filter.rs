@@ -28,6 +28,8 @@ impl Filter {
             return pick(weights, total * uniform);
         }
         self.keep(row, params, total);
+        // In order of ids, as without filters, and as devices that choose by themselves do it.
+        self.candidates.sort_unstable_by_key(|candidate| candidate.token);
         let kept: f64 = self.candidates.iter().map(|c| f64::from(c.weight)).sum();
         pick(self.candidates.iter().map(|c| (c.token, c.weight)), kept * uniform)
     }

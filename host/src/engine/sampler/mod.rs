@@ -6,6 +6,7 @@
 
 mod filter;
 mod logprobs;
+mod on_device;
 mod random;
 
 use std::collections::HashMap;
@@ -15,6 +16,7 @@ use thiserror::Error;
 use super::params::SamplingParams;
 
 pub(crate) use logprobs::LogprobReader;
+pub(crate) use on_device::{DeviceDraw, chosen};
 
 /// Why no token could be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]

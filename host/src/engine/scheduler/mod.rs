@@ -64,6 +64,8 @@ pub(super) struct Scheduler {
     sampler: Sampler,
     logprobs: LogprobReader,
     logits: Logits,
+    /// The tokens that the device chose, a row each, where it did.
+    chosen: Vec<kvdock_kernels::Sampled>,
     /// Slots of pools that hold something for each sample that runs.
     slots: Slots,
     /// The model has pools of windows.
@@ -96,6 +98,7 @@ impl Scheduler {
             sampler: Sampler::default(),
             logprobs: LogprobReader::default(),
             logits: Logits::new(),
+            chosen: Vec::new(),
             slots,
             windows,
             reserve: admit::FIRST_RESERVE,

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use kvdock_kernels::SampleRow;
 use kvdock_models::Want;
 
 use super::Scheduler;
@@ -10,12 +11,51 @@ use super::step::Chunk;
 use crate::cache::PageTables;
 use crate::engine::config::LogitsRow;
 use crate::engine::request::{Event, TokenLogprobs};
-use crate::engine::sampler::Draw;
+use crate::engine::sampler::{DeviceDraw, Draw, chosen};
 
 impl Scheduler {
+    /// Whether nothing but the chosen tokens is asked of a pass over `chunks`: a device that chooses them itself need not
+    /// hand out its logits.
+    pub(super) fn device_may_choose(&self, chunks: &[Chunk]) -> bool {
+        let tokens_only = |chunk: &Chunk| {
+            let sequence = self.running.get(chunk.slot);
+            chunk.want != Want::All && sequence.is_some_and(|sequence| !sequence.group.logprobs.output)
+        };
+        self.parts.config.logits_tap.is_none() && chunks.iter().all(tokens_only)
+    }
+
+    /// Lets the device choose where the pass has left its rows there.
+    fn choose_on_device(&mut self, running: &[Sequence], chunks: &[Chunk]) -> Result<(), String> {
+        self.chosen.clear();
+        if !self.logits.is_on_device() {
+            return Ok(());
+        }
+        let vocab = self.logits.vocab();
+        let draws: Vec<DeviceDraw> = chunks
+            .iter()
+            .filter(|chunk| chunk.rows() > 0)
+            .map(|chunk| match running.get(chunk.slot) {
+                Some(sequence) if !chunk.void && chunk.end == sequence.tokens.len() => {
+                    DeviceDraw::new(&draw(sequence), vocab)
+                }
+                _ => DeviceDraw::unwanted(),
+            })
+            .collect();
+        let rows: Vec<SampleRow<'_>> = draws.iter().map(DeviceDraw::row).collect();
+        self.chosen = self.logits.sample(&rows).map_err(|error| format!("the device chose no tokens: {error}"))?;
+        Ok(())
+    }
+
     /// Takes in what a forward pass computed for `chunks`, which are in order of their slots.
     pub(super) fn take_output(&mut self, chunks: &[Chunk]) {
         let mut running = std::mem::take(&mut self.running);
+        if let Err(message) = self.choose_on_device(&running, chunks) {
+            for chunk in chunks.iter().filter(|chunk| chunk.rows() > 0 && !chunk.void) {
+                if let Some(sequence) = running.get_mut(chunk.slot) {
+                    sequence.fail(message.clone());
+                }
+            }
+        }
         let mut row = 0;
         let mut generated = 0;
         for chunk in chunks {
@@ -138,6 +178,9 @@ impl Scheduler {
 
     /// Chooses the token that follows the one whose logits are in `row`.
     fn next_token(&mut self, sequence: &Sequence, row: usize) -> Result<(u32, Option<TokenLogprobs>), String> {
+        if let Some(sampled) = self.chosen.get(row) {
+            return chosen(*sampled).map(|token| (token, None)).map_err(|error| error.to_string());
+        }
         let logits = self.logits.row_mut(row).ok_or("the model returned too few rows of logits")?;
         if let Some(tap) = &self.parts.config.logits_tap {
             tap(&LogitsRow {
@@ -150,14 +193,7 @@ impl Scheduler {
         let options = &sequence.group.logprobs;
         // Sampling changes the row, so what the model said must be kept if it is asked for.
         let original = options.output.then(|| logits.to_vec());
-        let draw = Draw {
-            params: &sequence.group.sampling,
-            seed: sequence.seed,
-            position: sequence.tokens.len() as u64,
-            generated: &sequence.generated,
-            masked: sequence.text.masked(),
-        };
-        let token = self.sampler.sample(logits, &draw).map_err(|error| error.to_string())?;
+        let token = self.sampler.sample(logits, &draw(sequence)).map_err(|error| error.to_string())?;
         let logprobs = original.map(|row| self.logprobs.read(&row, token, options.top, &options.token_ids));
         Ok((token, logprobs))
     }
@@ -188,5 +224,16 @@ impl Scheduler {
         }
         sequence.deliver(text, token, logprobs);
         sequence.ended = sequence.end_after(step.matched);
+    }
+}
+
+/// What the choice of a sample's next token depends on.
+fn draw(sequence: &Sequence) -> Draw<'_> {
+    Draw {
+        params: &sequence.group.sampling,
+        seed: sequence.seed,
+        position: sequence.tokens.len() as u64,
+        generated: &sequence.generated,
+        masked: sequence.text.masked(),
     }
 }

@@ -257,7 +257,9 @@ impl Scheduler {
             wake_pending: &self.parts.wake_pending,
             late: AtomicBool::new(false),
         };
+        let stay = self.device_may_choose(chunks);
         let (model, pool, logits) = (&self.parts.model, &self.parts.pool, &mut self.logits);
+        logits.stay_on_device(stay);
         // What a panic may leave half done is the logits and the pages and slots of these chunks; none
         // is used afterwards.
         let passed = catch_unwind(AssertUnwindSafe(|| match pool {
