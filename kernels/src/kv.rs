@@ -259,14 +259,19 @@ pub trait KvPool: Send + Sync {
         Ok(Box::new(Arrived))
     }
 
-    /// CRC-32C of the keys of each layer, then of the values of each layer, of each of `pages`, behind all operations of the device that were
-    /// called before. The bytes are taken token by token and of each the heads, or with `by_heads` head by head and of each the tokens. `None`
-    /// where the host can do it as well itself.
+    /// CRC-32C of the keys of each layer, then of the values of each layer, of each of `pages`. The bytes are taken token by token and of each the
+    /// heads, or with `by_heads` head by head and of each the tokens. They are those behind all operations of the device that were called before
+    /// `moment`, or without one before this call; the caller has waited for transfers himself. `None` where the host can do it as well itself.
     ///
     /// # Errors
     /// A page that is not there, a failure of the device.
-    fn checksums(&self, pages: &[u32], by_heads: bool) -> Result<Option<Vec<u32>>, KernelError> {
-        let _ = (pages, by_heads);
+    fn checksums(
+        &self,
+        pages: &[u32],
+        by_heads: bool,
+        moment: Option<&Moment>,
+    ) -> Result<Option<Vec<u32>>, KernelError> {
+        let _ = (pages, by_heads, moment);
         Ok(None)
     }
 

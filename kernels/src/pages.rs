@@ -6,7 +6,7 @@ use std::any::Any;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::KernelError;
-use crate::kv::KvDtype;
+use crate::kv::{KvDtype, Moment};
 
 /// What memory is asked for.
 const POOL: &str = "a pool of pages";
@@ -37,7 +37,7 @@ enum Memory {
 }
 
 /// Memory of a device for a [`PagePool`]. Pages, layers and lengths have been checked when it is called; copies have been made
-/// when the call returns, behind all operations of the device that were called before.
+/// when the call returns, behind all operations of the device that were called before, or before the moment that is given.
 pub trait PageMemory: Any + Send + Sync {
     /// For the device that made it.
     fn as_any(&self) -> &dyn Any;
@@ -52,7 +52,19 @@ pub trait PageMemory: Any + Send + Sync {
     ///
     /// # Errors
     /// A failure of the device.
-    fn copy_in(&self, page: u32, layers: std::ops::Range<usize>, from: &[u8]) -> Result<(), KernelError>;
+    fn copy_in(
+        &self,
+        page: u32,
+        layers: std::ops::Range<usize>,
+        from: &[u8],
+        moment: Option<&Moment>,
+    ) -> Result<(), KernelError>;
+
+    /// The point behind all operations of the device that were called before.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn moment(&self) -> Result<Moment, KernelError>;
 
     /// Copies layers of page `from` to page `to`.
     ///
@@ -186,10 +198,35 @@ impl PagePool {
     /// # Errors
     /// A layer or page that the pool does not have, another length.
     pub fn copy_layer_in(&self, page: u32, layer: usize, from: &[u8]) -> Result<(), KernelError> {
+        self.copy_layer_in_after(None, page, layer, from)
+    }
+
+    /// The point behind all operations of the device that were called before.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    pub fn moment(&self) -> Result<Moment, KernelError> {
+        match &self.memory {
+            Memory::Host(_) => Ok(Moment::from_parts(Box::new(()))),
+            Memory::Device(memory) => memory.moment(),
+        }
+    }
+
+    /// As [`PagePool::copy_layer_in`], beside what the device was told to compute after `moment`, which does not touch that layer of the page.
+    ///
+    /// # Errors
+    /// As [`PagePool::copy_layer_in`].
+    pub fn copy_layer_in_after(
+        &self,
+        moment: Option<&Moment>,
+        page: u32,
+        layer: usize,
+        from: &[u8],
+    ) -> Result<(), KernelError> {
         self.length("copy_layer_in", from.len())?;
         if let Memory::Device(memory) = &self.memory {
             self.check(page, layer)?;
-            return memory.copy_in(page, layer..layer + 1, from);
+            return memory.copy_in(page, layer..layer + 1, from, moment);
         }
         self.write(layer)?.page(page)?.copy_from_slice(from);
         Ok(())

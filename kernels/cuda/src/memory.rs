@@ -5,7 +5,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::driver::{Access, Arg, DevicePtr, Driver, DriverError, Event, Stream, Touch};
-use kvdock_kernels::KernelError;
+use super::order::Order;
+use kvdock_kernels::{KernelError, Moment};
 
 /// A failed call as an error of an operation.
 pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> KernelError {
@@ -163,6 +164,13 @@ impl Mark {
     pub(super) fn new(driver: &Arc<dyn Driver>) -> Result<Self, KernelError> {
         let event = driver.event(false).map_err(failed("an event"))?;
         Ok(Self { driver: Arc::clone(driver), event })
+    }
+
+    /// The point behind all that was queued to be computed.
+    pub(super) fn moment(driver: &Arc<dyn Driver>, compute: &Order) -> Result<Moment, KernelError> {
+        let mark = Self::new(driver)?;
+        mark.record(&compute.enter(), "moment")?;
+        Ok(Moment::from_parts(Box::new(mark)))
     }
 
     /// Marks what has been queued on `queue` so far.

@@ -7,7 +7,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvdock_kernels::{KernelError, PageMemory, PagePool, PageSpec};
+use kvdock_kernels::{KernelError, Moment, PageMemory, PagePool, PageSpec};
 use parking_lot::Mutex;
 
 use super::driver::{Access, DevicePtr, Driver, Touch};
@@ -76,12 +76,13 @@ impl CudaPages {
         self.spec.page_bytes
     }
 
-    /// Lends pinned memory of `bytes` bytes and a queue that is behind all that was computed; `copy` queues copies, which have run when
-    /// `then` is called.
+    /// Lends pinned memory of `bytes` bytes and a queue that is behind `after`, or else behind all that was computed; `copy` queues copies, which
+    /// have run when `then` is called.
     fn staged(
         &self,
         op: &'static str,
         bytes: usize,
+        after: Option<&Mark>,
         before: impl FnOnce(&mut PinnedMemory),
         copy: impl Fn(&PinnedMemory, &Queue) -> Result<(), KernelError>,
         then: impl FnOnce(&PinnedMemory),
@@ -92,8 +93,13 @@ impl CudaPages {
             None => PinnedMemory::new(&self.driver, bytes, "a page on its way")?,
         };
         before(&mut pinned);
-        lane.ready.record(&self.compute.enter(), op)?;
-        lane.queue.wait(&lane.ready, op)?;
+        match after {
+            Some(after) => lane.queue.wait(after, op)?,
+            None => {
+                lane.ready.record(&self.compute.enter(), op)?;
+                lane.queue.wait(&lane.ready, op)?;
+            }
+        }
         let queued = copy(&pinned, &lane.queue);
         // Also after an error: what has been queued still uses the memory.
         let ended = lane.queue.synchronize(op);
@@ -128,10 +134,16 @@ impl PageMemory for CudaPages {
             })
         };
         // SAFETY: the copies have run.
-        self.staged(op, all, |_| (), copy, |pinned| out.copy_from_slice(unsafe { pinned.read(all) }))
+        self.staged(op, all, None, |_| (), copy, |pinned| out.copy_from_slice(unsafe { pinned.read(all) }))
     }
 
-    fn copy_in(&self, page: u32, layers: Range<usize>, from: &[u8]) -> Result<(), KernelError> {
+    fn copy_in(
+        &self,
+        page: u32,
+        layers: Range<usize>,
+        from: &[u8],
+        moment: Option<&Moment>,
+    ) -> Result<(), KernelError> {
         let op = "copy_layer_in";
         let bytes = self.spec.page_bytes;
         // SAFETY: what was last copied with this memory has run, and the lane's lock keeps others away.
@@ -144,7 +156,12 @@ impl PageMemory for CudaPages {
                     .map_err(failed(op))
             })
         };
-        self.staged(op, from.len(), before, copy, |_| ())
+        // A moment of another device says nothing: then everything is waited for.
+        self.staged(op, from.len(), moment.and_then(Moment::downcast_ref), before, copy, |_| ())
+    }
+
+    fn moment(&self) -> Result<Moment, KernelError> {
+        Mark::moment(&self.driver, &self.compute)
     }
 
     fn copy_page(&self, from: u32, to: u32, mut layers: Range<usize>) -> Result<(), KernelError> {

@@ -465,18 +465,23 @@ impl KvPool for CudaKvPool {
         }
     }
 
-    fn checksums(&self, pages: &[u32], by_heads: bool) -> Result<Option<Vec<u32>>, KernelError> {
+    fn checksums(
+        &self,
+        pages: &[u32],
+        by_heads: bool,
+        moment: Option<&Moment>,
+    ) -> Result<Option<Vec<u32>>, KernelError> {
         let all = 0..self.spec.layers;
         pages.iter().try_for_each(|page| self.check("checksums", *page, &all))?;
         let mut sums = Vec::with_capacity(2 * self.spec.layers * pages.len());
-        pages.chunks(BATCH).try_for_each(|pages| self.sum_up(pages, by_heads, &mut sums))?;
+        // A moment of another device says nothing: then everything is waited for.
+        let after = moment.and_then(Moment::downcast_ref);
+        pages.chunks(BATCH).try_for_each(|pages| self.sum_up(pages, by_heads, after, &mut sums))?;
         Ok(Some(sums))
     }
 
     fn moment(&self) -> Result<Moment, KernelError> {
-        let mark = Mark::new(&self.driver)?;
-        mark.record(&self.compute.enter(), "moment")?;
-        Ok(Moment::from_parts(Box::new(mark)))
+        Mark::moment(&self.driver, &self.compute)
     }
 
     unsafe fn begin_layer_in(

@@ -1,11 +1,15 @@
 //! The load of one request: gates by layer, and the verdict.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvdock_kernels::KernelError;
 use parking_lot::{Condvar, Mutex};
 
+use super::coming::Coming;
 use crate::cache::controller::{Attached, CancelSet};
+use crate::cache::pool::{Moments, Transfers};
 use crate::cache::stats::StorageResult;
 use crate::cache::types::{MissReason, RequestId};
 use crate::cache::unified::{Component, PerComponent, Slots};
@@ -38,7 +42,7 @@ pub struct Verdict {
 /// What a layer's gate says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gate {
-    /// The layer's bytes are on the device; whether they are right comes with the verdict.
+    /// The layer's bytes are on the device, or on their way to it ([`Arriving::before_layer`]); whether they are right comes with the verdict.
     Open,
     /// The load is over, well or not. Nothing more comes.
     Over,
@@ -123,6 +127,8 @@ pub(crate) struct LoadRun {
     pub origin: Origin,
     /// What it brings.
     pub span: LoadSpan,
+    /// When the slots became the load's: what the device was told to compute since then does not know them.
+    pub moments: PerComponent<Moments>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -134,6 +140,10 @@ struct State {
     /// When storage was asked for the bytes.
     began: Option<Instant>,
     landed: Vec<bool>,
+    /// Copies to the device that may still run.
+    coming: Coming,
+    /// The device slots are being read.
+    reading: bool,
     /// The device slots are the load's no more.
     abandoned: bool,
     verdict: Option<Verdict>,
@@ -141,11 +151,25 @@ struct State {
 
 impl LoadRun {
     /// A load of `layers` layers that has not begun.
-    pub fn new(id: u64, request: RequestId, origin: Origin, span: LoadSpan, layers: usize) -> Arc<Self> {
-        let state =
-            State { operation: None, began: None, landed: vec![false; layers], abandoned: false, verdict: None };
+    pub fn new(
+        id: u64,
+        request: RequestId,
+        origin: Origin,
+        span: LoadSpan,
+        moments: PerComponent<Moments>,
+        layers: usize,
+    ) -> Arc<Self> {
+        let state = State {
+            operation: None,
+            began: None,
+            landed: vec![false; layers],
+            coming: Coming::default(),
+            reading: false,
+            abandoned: false,
+            verdict: None,
+        };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Arc::new(LoadRun { id, request, origin, span, state, changed })
+        Arc::new(LoadRun { id, request, origin, span, moments, state, changed })
     }
 
     /// Pages by which it makes the prefix longer.
@@ -165,17 +189,24 @@ impl LoadRun {
         !state.abandoned
     }
 
-    /// Copies a layer, page by page, and opens its gate. `copy` is given a page's place among those of its component and its slot; it is called
-    /// no more once the slots are not the load's any more.
-    pub fn land(&self, layer: usize, mut copy: impl FnMut(Component, usize, u32)) {
+    /// Starts to copy a layer, some pages at a time, and opens its gate. `copy` is given the places of pages among those of their component; it is
+    /// called no more once the slots are not the load's any more.
+    pub fn land(
+        &self,
+        layer: usize,
+        at_once: &PerComponent<usize>,
+        mut copy: impl FnMut(Component, Range<usize>) -> Transfers,
+    ) {
         for component in Component::ALL {
-            for (page, &slot) in self.span.device[component].iter().enumerate() {
-                // Under the lock, so that nobody gets the slot while it is written.
-                let state = self.state.lock();
+            let (pages, at_once) = (self.span.device[component].len(), at_once[component].max(1));
+            for from in (0..pages).step_by(at_once) {
+                // Under the lock, so that nobody gets the slots while they are written.
+                let mut state = self.state.lock();
                 if state.abandoned {
                     return;
                 }
-                copy(component, page, slot);
+                let transfers = copy(component, from..pages.min(from + at_once));
+                state.coming.add(layer, transfers);
             }
         }
         if let Some(landed) = self.state.lock().landed.get_mut(layer) {
@@ -184,10 +215,38 @@ impl LoadRun {
         self.changed.notify_all();
     }
 
-    /// It is over. The first verdict counts.
+    /// It is over, when what is being copied has come. The first verdict counts.
     pub fn end(&self, verdict: Verdict) {
+        let verdict = match self.arrive() {
+            Ok(()) => verdict,
+            Err(error) => {
+                tracing::error!(%error, "pages did not come to the device");
+                Verdict { good: 0, reason: Some(MissReason::BackendFailed) }
+            }
+        };
         self.state.lock().verdict.get_or_insert(verdict);
         self.changed.notify_all();
+    }
+
+    /// Waits for what is being copied.
+    pub(super) fn arrive(&self) -> Result<(), KernelError> {
+        // They stay where they are meanwhile: a pass that begins now has to wait for them, too.
+        let coming = self.state.lock().coming.all();
+        let came = coming.iter().try_for_each(|transfer| transfer.wait());
+        self.state.lock().coming.forget_done();
+        came
+    }
+
+    /// Reads what has come into the slots; nobody gets them meanwhile. None if they are the load's no more.
+    pub(super) fn read_slots<T>(&self, read: impl FnOnce() -> T) -> Option<T> {
+        let mut state = self.state.lock();
+        if state.abandoned {
+            return None;
+        }
+        state.reading = true;
+        drop(state);
+        let _reading = Reading(self);
+        Some(read())
     }
 
     /// The verdict, if it is over.
@@ -200,15 +259,33 @@ impl LoadRun {
         self.state.lock().abandoned
     }
 
-    /// Takes the device slots back: when this returns nothing writes into them any more. The load goes on for the others of its batch.
+    /// Takes the device slots back: when this returns nothing of the load uses them any more. It goes on for the others of its batch.
     pub fn abandon(&self) {
-        self.state.lock().abandoned = true;
+        let mut state = self.state.lock();
+        state.abandoned = true;
         self.changed.notify_all();
+        while state.reading {
+            self.changed.wait(&mut state);
+        }
+        drop(state);
+        if let Err(error) = self.arrive() {
+            tracing::error!(%error, "pages that nobody waits for did not come to the device");
+        }
     }
 
     /// The call of its batch, once that was handed down.
     pub fn operation(&self) -> Option<Arc<CancelSet>> {
         self.state.lock().operation.clone()
+    }
+}
+
+/// The slots of a load are being read, until this is dropped.
+struct Reading<'a>(&'a LoadRun);
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().reading = false;
+        self.0.changed.notify_all();
     }
 }
 
@@ -250,6 +327,14 @@ impl Arriving {
                 return Gate::Closed;
             }
         }
+    }
+
+    /// Lets what the device is told to compute from now on wait for the copies of a layer whose gate is open. Does not wait itself.
+    ///
+    /// # Errors
+    /// The device's own.
+    pub fn before_layer(&self, layer: usize) -> Result<(), KernelError> {
+        self.0.state.lock().coming.before_layer(layer)
     }
 
     /// Waits, until `until`, for the verdict.

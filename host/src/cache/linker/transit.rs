@@ -1,10 +1,14 @@
 //! A batch of loads on its way through the transit pages.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use smallvec::SmallVec;
+
 use super::run::{LoadRun, Verdict};
 use crate::cache::controller::Shared;
+use crate::cache::pool::{HostPool, Transfers};
 use crate::cache::seal::SealFault;
 use crate::cache::stats::StorageResult;
 use crate::cache::unified::{Component, PerComponent};
@@ -21,6 +25,8 @@ pub(super) struct Passage<'a> {
     landed: Vec<bool>,
     /// For each run and page of a component the checksums of its parts, in order, as far as their layers have landed.
     sums: Vec<PerComponent<Vec<Vec<u32>>>>,
+    /// Whether the device takes the checksums, of what it has got, when all layers are there.
+    by_device: PerComponent<bool>,
     /// Pages that could not be copied to the device.
     uncopied: Vec<PerComponent<Vec<bool>>>,
     judged: bool,
@@ -42,6 +48,8 @@ impl<'a> Passage<'a> {
             let of = |component: Component| vec![vec![0; parts(component)]; run.span.transit[component].len()];
             PerComponent(Component::ALL.map(of))
         };
+        let by_device =
+            |component: Component| shared.pools(component).is_some_and(|(device, _)| device.takes_checksums());
         let none_of = |run: &LoadRun| PerComponent(run.span.device.0.each_ref().map(|slots| vec![false; slots.len()]));
         Passage {
             shared,
@@ -49,6 +57,7 @@ impl<'a> Passage<'a> {
             words: (0..layers).map(|_| AtomicU32::new(0)).collect(),
             landed: vec![false; layers],
             sums: runs.iter().map(|run| sums_of(run)).collect(),
+            by_device: PerComponent(Component::ALL.map(by_device)),
             uncopied: runs.iter().map(|run| none_of(run)).collect(),
             judged: false,
         }
@@ -63,6 +72,7 @@ impl<'a> Passage<'a> {
         }
         if !self.judged && self.landed.iter().all(|&landed| landed) {
             self.judged = true;
+            self.sum_on_device();
             for (index, run) in self.runs.iter().enumerate() {
                 let whole = |component: Component| {
                     let mut pages = 0..run.span.device[component].len();
@@ -81,24 +91,49 @@ impl<'a> Passage<'a> {
         let shared = self.shared;
         // Checksums come first: bytes that were not all there when they were taken are no hit, so what is copied after them is what they
         // stand for.
-        for (component, host) in shared.hosts() {
+        for (component, host) in shared.hosts().into_iter().filter(|(component, _)| !self.by_device[*component]) {
             let parts: Vec<usize> = host.component_layers().collect();
             for (run, sums) in self.runs.iter().zip(&mut self.sums) {
-                for (&page, sums) in run.span.transit[component].iter().zip(&mut sums[component]) {
-                    for (part, sum) in sums.iter_mut().enumerate().filter(|(part, _)| parts[*part] == layer) {
-                        // SAFETY: the load holds the transit page, and the plugin touches the layer no more.
-                        *sum = unsafe { host.checksum(page, part) };
-                    }
-                }
+                // SAFETY: the load holds the transit pages, and the plugin touches the layer no more.
+                unsafe {
+                    sum_up(host, &run.span.transit[component], &mut sums[component], |part| parts[part] == layer)
+                };
             }
         }
+        let of = |component| shared.pools(component).map_or(1, |(device, _)| device.pages_at_once());
+        let at_once = PerComponent(Component::ALL.map(of));
         for (run, uncopied) in self.runs.iter().zip(&mut self.uncopied) {
-            run.land(layer, |component, page, slot| {
-                // SAFETY: as above. The slot is the load's, and whoever reads it waits for the gate.
-                let copied =
-                    unsafe { copy_layer_in(shared, component, run.span.transit[component][page], layer, slot) };
-                uncopied[component][page] |= !copied;
+            run.land(layer, &at_once, |component, pages| {
+                // SAFETY: as above, and the load holds the transit pages until its copies have come.
+                let begun = unsafe { begin_layer_in(shared, run, component, pages.clone(), layer) };
+                begun.unwrap_or_else(|| {
+                    uncopied[component][pages].fill(true);
+                    Transfers::new()
+                })
             });
+        }
+    }
+
+    /// Takes the checksums of all that has come, of the components whose device does so.
+    fn sum_on_device(&mut self) {
+        let shared = self.shared;
+        for component in Component::ALL.into_iter().filter(|&component| self.by_device[component]) {
+            let Some((device, host)) = shared.pools(component) else { continue };
+            for (run, sums) in self.runs.iter().zip(&mut self.sums) {
+                let slots = &run.span.device[component];
+                if slots.is_empty() {
+                    continue;
+                }
+                let taken = run.arrive().and_then(|()| {
+                    let take = || device.checksums(slots, host.is_by_heads(), &run.moments[component]);
+                    run.read_slots(take).unwrap_or(Ok(None))
+                });
+                match taken {
+                    Ok(Some(taken)) => sums[component] = taken,
+                    // SAFETY: the load holds the transit pages, and all layers have been settled.
+                    _ => unsafe { sum_up(host, &run.span.transit[component], &mut sums[component], |_| true) },
+                }
+            }
         }
     }
 
@@ -134,18 +169,41 @@ impl<'a> Passage<'a> {
     }
 }
 
-/// Copies a layer of a transit page to the device; false if that failed.
+/// Takes the checksums of transit pages, of the parts that are `wanted`.
 ///
 /// # Safety
-/// The layer of the transit page is complete and nobody writes it; the slot is the caller's, and nobody reads that layer of it yet.
-unsafe fn copy_layer_in(shared: &Shared, component: Component, from: u32, layer: usize, to: u32) -> bool {
-    let Some((device, host)) = shared.pools(component) else { return false };
-    // SAFETY: the transit pages were made for this memory; the rest is the caller's promise.
-    match unsafe { device.copy_layer_in(layer, host, from, to) } {
-        Ok(()) => true,
+/// The caller holds the pages, and nobody writes these parts of them.
+unsafe fn sum_up(host: &HostPool, pages: &[u32], sums: &mut [Vec<u32>], wanted: impl Fn(usize) -> bool) {
+    for (&page, sums) in pages.iter().zip(sums) {
+        for (part, sum) in sums.iter_mut().enumerate().filter(|(part, _)| wanted(*part)) {
+            // SAFETY: the caller's promise.
+            *sum = unsafe { host.checksum(page, part) };
+        }
+    }
+}
+
+/// Starts to copy a layer of transit pages of a load to their slots; none if that failed.
+///
+/// # Safety
+/// The layer of the transit pages is complete, and nobody writes it before the copies have come; the slots are the load's, and whoever reads that
+/// layer of them waits for its gate and for its copies.
+unsafe fn begin_layer_in(
+    shared: &Shared,
+    run: &LoadRun,
+    component: Component,
+    pages: Range<usize>,
+    layer: usize,
+) -> Option<Transfers> {
+    let (device, host) = shared.pools(component)?;
+    let (slots, transit) = (&run.span.device[component], &run.span.transit[component]);
+    let pairs: SmallVec<[(u32, u32); 8]> = pages.map(|page| (slots[page], transit[page])).collect();
+    // SAFETY: the transit pages were made for this memory, and what was computed since the load's moments does not know its slots; the rest is the
+    // caller's promise.
+    match unsafe { device.begin_layer_in(&run.moments[component], layer, &pairs, host) } {
+        Ok(transfers) => Some(transfers),
         Err(error) => {
-            tracing::error!(%error, page = to, layer, "a layer could not be copied to the device");
-            false
+            tracing::error!(%error, pages = pairs.len(), layer, "a layer could not be copied to the device");
+            None
         }
     }
 }

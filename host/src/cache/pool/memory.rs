@@ -1,18 +1,17 @@
 //! The device memory behind the pages of a cache.
 
+mod copies;
+
 use std::sync::Arc;
 
-use kvdock_kernels::{HostPage, KernelError, KvDtype, KvPool, KvSpec, PagePool};
+use kvdock_kernels::{KernelError, KvDtype, KvPool, KvSpec, PagePool};
 use kvdock_models::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolMemory, PoolSet};
-use smallvec::SmallVec;
 
-use super::host::HostPool;
 use crate::cache::layout::PlaneShape;
 use crate::cache::types::CacheError;
 use crate::plugin::backend::{PlaneKind, PoolHit};
 
-/// Pages that are copied by one call where a pool wishes for no other number.
-const LEAST_AT_ONCE: usize = 2;
+pub(crate) use copies::{Moments, Transfers};
 
 /// What the pools of one component hold on the device: a page (or a state) is a page of each of them, under one number, also where they are the
 /// pools of several ranks.
@@ -315,148 +314,6 @@ impl DeviceMemory {
         // SAFETY: the caller's promise.
         heads.map_or(Ok(false), |heads| unsafe { heads.pin_host(at, bytes) })
     }
-
-    /// Pages that are best copied by one call.
-    pub(crate) fn pages_at_once(&self) -> usize {
-        let of = |pool: &DevicePool| match &pool.buffers {
-            Buffers::Heads(heads) => heads.pages_at_once(),
-            Buffers::Logical | Buffers::Bytes(_) => LEAST_AT_ONCE,
-        };
-        self.pools.iter().map(of).max().unwrap_or(LEAST_AT_ONCE).max(1)
-    }
-
-    /// Copies pages to the host, given as pairs of a device page and a host page.
-    ///
-    /// # Errors
-    /// A page that is not there; some may have been copied then.
-    ///
-    /// # Safety
-    ///
-    /// `host` was made for these planes. The caller holds the host pages and they are no one else's yet; the device pages are complete, and
-    /// stay so during the call.
-    pub(crate) unsafe fn copy_out(&self, pages: &[(u32, u32)], host: &HostPool) -> Result<(), KernelError> {
-        let mut plane = 0;
-        for (index, pool) in self.pools.iter().enumerate() {
-            match &pool.buffers {
-                Buffers::Logical => {}
-                Buffers::Heads(pool) => {
-                    let places = places(host, plane, pages)?;
-                    plane += 2;
-                    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-                    // promise nobody else touches the host pages or writes the device pages.
-                    unsafe { pool.copy_pages_out(&places)? };
-                    let of_device: SmallVec<[u32; LEAST_AT_ONCE]> = pages.iter().map(|(from, _)| *from).collect();
-                    if let Some(sums) = pool.checksums(&of_device, host.is_by_heads())? {
-                        let a_page = 2 * pool.spec().layers;
-                        for (&(_, to), sums) in pages.iter().zip(sums.chunks_exact(a_page)) {
-                            host.note_checksums(index, to, sums);
-                        }
-                    }
-                }
-                Buffers::Bytes(pool) => {
-                    for (&(from, to), layer) in each_layer(pages, pool.spec().layers) {
-                        let target = host.bytes(plane, layer, to).ok_or_else(|| outside(to))?;
-                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody else touches the page.
-                        let target = unsafe { std::slice::from_raw_parts_mut(target.0, target.1) };
-                        pool.copy_layer_out(from, layer, target)?;
-                    }
-                    plane += 1;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Copies a layer of a page from the host, as far as the pools have it.
-    ///
-    /// # Errors
-    /// A page that is not there.
-    ///
-    /// # Safety
-    ///
-    /// As for `copy_in`, of that layer alone.
-    pub(crate) unsafe fn copy_layer_in(
-        &self,
-        layer: usize,
-        host: &HostPool,
-        from: u32,
-        to: u32,
-    ) -> Result<(), KernelError> {
-        let mut plane = 0;
-        for named in &self.pools {
-            match &named.buffers {
-                Buffers::Logical => {}
-                Buffers::Heads(pool) => {
-                    let at = plane;
-                    plane += 2;
-                    if let Some(buffer) = named.buffer_of(layer, pool.spec().layers) {
-                        let source = host.heads(at, from).ok_or_else(|| outside(from))?;
-                        // SAFETY: the strides of the host pool were made from this pool's geometry; the rest is the caller's promise.
-                        unsafe { pool.copy_layer_in(to, buffer, &source)? };
-                    }
-                }
-                Buffers::Bytes(pool) => {
-                    let at = plane;
-                    plane += 1;
-                    if let Some(buffer) = named.buffer_of(layer, pool.spec().layers) {
-                        let source = host.bytes(at, buffer, from).ok_or_else(|| outside(from))?;
-                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody writes them.
-                        let source = unsafe { std::slice::from_raw_parts(source.0.cast_const(), source.1) };
-                        pool.copy_layer_in(to, buffer, source)?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Copies pages from the host, given as pairs of a device page and a host page.
-    ///
-    /// # Errors
-    /// A page that is not there; some may have been copied then.
-    ///
-    /// # Safety
-    ///
-    /// `host` was made for these planes. The host pages are complete and not written during the call; the device pages belong to the caller
-    /// and nobody reads them yet.
-    pub(crate) unsafe fn copy_in(&self, pages: &[(u32, u32)], host: &HostPool) -> Result<(), KernelError> {
-        let mut plane = 0;
-        for pool in &self.pools {
-            match &pool.buffers {
-                Buffers::Logical => {}
-                Buffers::Heads(pool) => {
-                    let places = places(host, plane, pages)?;
-                    plane += 2;
-                    // SAFETY: the strides of the host pool were made from this pool's geometry, and by the caller's
-                    // promise nobody writes the host pages or touches the device pages.
-                    unsafe { pool.copy_pages_in(&places)? };
-                }
-                Buffers::Bytes(pool) => {
-                    for (&(to, from), layer) in each_layer(pages, pool.spec().layers) {
-                        let source = host.bytes(plane, layer, from).ok_or_else(|| outside(from))?;
-                        // SAFETY: the bytes lie in the mapping, and by the caller's promise nobody writes the page.
-                        let source = unsafe { std::slice::from_raw_parts(source.0.cast_const(), source.1) };
-                        pool.copy_layer_in(to, layer, source)?;
-                    }
-                    plane += 1;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Device pages with the places of their host pages in the planes from `plane` on.
-type Places = SmallVec<[(u32, HostPage); LEAST_AT_ONCE]>;
-
-fn places(host: &HostPool, plane: usize, pages: &[(u32, u32)]) -> Result<Places, KernelError> {
-    let place = |&(device, page): &(u32, u32)| Ok((device, host.heads(plane, page).ok_or_else(|| outside(page))?));
-    pages.iter().map(place).collect()
-}
-
-/// Each page with each of `layers` layers.
-fn each_layer(pages: &[(u32, u32)], layers: usize) -> impl Iterator<Item = (&(u32, u32), usize)> {
-    pages.iter().flat_map(move |pair| (0..layers).map(move |layer| (pair, layer)))
 }
 
 impl DevicePool {

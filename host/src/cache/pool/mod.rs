@@ -11,6 +11,7 @@ pub(crate) use host::HostPool;
 #[cfg(test)]
 pub(crate) use memory::HostShape;
 pub use memory::{CacheMemory, CacheRoom, DeviceMemory, StateMemory, WindowMemory};
+pub(crate) use memory::{Moments, Transfers};
 pub(crate) use pages::PageFault;
 
 #[cfg(test)]

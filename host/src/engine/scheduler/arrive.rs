@@ -108,6 +108,8 @@ impl LayerHooks for Gates<'_> {
                     return self.give_up(layer);
                 }
             }
+            // What may still be on its way to the device is waited for there.
+            load.before_layer(layer)?;
         }
         // Nothing of the pass would be kept.
         if !self.loads.is_empty() && !self.others && self.loads.iter().all(|gated| Self::is_bad(gated.load)) {

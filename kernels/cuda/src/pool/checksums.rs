@@ -4,13 +4,19 @@ use kvdock_kernels::{KernelError, KvSpec};
 
 use super::{BATCH, CudaKvPool};
 use crate::driver::{Access, Arg, Touch};
-use crate::memory::{DeviceMemory, PinnedMemory, failed};
+use crate::memory::{DeviceMemory, Mark, PinnedMemory, failed};
 use crate::module::Extent;
 use crate::units::Unit;
 
 impl CudaKvPool {
-    /// Checksums of at most [`BATCH`] pages, appended to `out`.
-    pub(super) fn sum_up(&self, pages: &[u32], by_heads: bool, out: &mut Vec<u32>) -> Result<(), KernelError> {
+    /// Checksums of at most [`BATCH`] pages behind `after`, or else behind all that was queued to be computed, appended to `out`.
+    pub(super) fn sum_up(
+        &self,
+        pages: &[u32],
+        by_heads: bool,
+        after: Option<&Mark>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), KernelError> {
         let op = "checksums";
         let KvSpec { layers, kv_heads, head_dim_k, head_dim_v, page_tokens, dtype, .. } = self.spec;
         let a_page = 2 * layers * size_of::<u32>();
@@ -23,8 +29,13 @@ impl CudaKvPool {
                 PinnedMemory::new(&self.driver, BATCH * a_page, "checksums of pages")?,
             ),
         };
-        lane.ready.record(&self.compute.enter(), op)?;
-        lane.queue.wait(&lane.ready, op)?;
+        match after {
+            Some(after) => lane.queue.wait(after, op)?,
+            None => {
+                lane.ready.record(&self.compute.enter(), op)?;
+                lane.queue.wait(&lane.ready, op)?;
+            }
+        }
         let words: Vec<u8> = pages.iter().flat_map(|page| page.to_le_bytes()).collect();
         let (k_layer, v_layer) = self.layer_bytes();
         let args = [

@@ -166,10 +166,14 @@ fn checksums_are_those_of_the_host_pages() {
                     }
                 }
             }
-            assert_eq!(pool.checksums(&pages, by_heads).unwrap(), Some(expected), "{dtype:?}, by heads {by_heads}");
+            assert_eq!(
+                pool.checksums(&pages, by_heads, None).unwrap(),
+                Some(expected),
+                "{dtype:?}, by heads {by_heads}"
+            );
         }
-        assert!(pool.checksums(&[67], false).is_err(), "a page that is not there");
+        assert!(pool.checksums(&[67], false, None).is_err(), "a page that is not there");
     }
-    assert_eq!(filled(&CpuDevice::new(1).unwrap(), spec(KvDtype::F16)).checksums(&[0], false).unwrap(), None);
+    assert_eq!(filled(&CpuDevice::new(1).unwrap(), spec(KvDtype::F16)).checksums(&[0], false, None).unwrap(), None);
     rig.end();
 }

@@ -1,7 +1,8 @@
 //! Pages that come and go while steps are computed: a layer waits for its own copy, and for no other.
 
 use kvdock_cuda::Arithmetic;
-use kvdock_kernels::{AttentionSpec, Device, KvDtype, KvSpec, SeqSpan};
+use kvdock_kernels::ops::RowOps;
+use kvdock_kernels::{AttentionSpec, Device, KvDtype, KvSpec, PageSpec, SeqSpan};
 
 use super::host_pages::{Host, LAYOUTS, filled, spec};
 use super::rig::Rig;
@@ -156,4 +157,28 @@ fn pages_are_overwritten_when_they_are_out() {
     going.wait().unwrap();
     drop((going, pool, k, v, plan));
     rig.end();
+}
+
+/// Pages of bytes wait for what was computed before a moment alone; what is computed later sees them.
+#[test]
+fn pages_of_bytes_come_while_others_are_computed_with() {
+    let rig = Rig::looking();
+    let pool = rig.device.alloc_page_pool(PageSpec { layers: 2, page_bytes: 64, pages: 4 }).unwrap();
+    pool.copy_page(0, 1).unwrap();
+    let moment = pool.moment().unwrap();
+    pool.copy_page(0, 2).unwrap();
+    let marked = rig.fake.count("record");
+    pool.copy_layer_in_after(Some(&moment), 1, 0, &[7; 64]).unwrap();
+    assert_eq!(rig.fake.count("record"), marked, "nothing is asked of what was computed since");
+    pool.copy_page(1, 3).unwrap();
+    let mut back = [0; 64];
+    pool.copy_layer_out(3, 0, &mut back).unwrap();
+    assert_eq!(back, [7; 64]);
+    assert_eq!(rig.fake.violations(), Vec::<String>::new());
+    // A page that was computed since is none to come behind that moment.
+    pool.copy_page(0, 2).unwrap();
+    pool.copy_layer_in_after(Some(&moment), 2, 0, &[7; 64]).unwrap();
+    let found = rig.fake.violations();
+    assert!(found.iter().any(|line| line.contains("not ordered behind")), "{found:?}");
+    drop((moment, pool));
 }

@@ -3,11 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvdock_kernels::KernelError;
+
 use super::{CacheManager, Lent};
 use crate::cache::linker::{Answer, Arriving, Hit, LoadRun, LoadSpan, Origin};
 use crate::cache::manager::admit::Request;
 use crate::cache::manager::grant::{Draft, Phase};
-use crate::cache::pool::{DevicePages, HostPool};
+use crate::cache::pool::{DevicePages, HostPool, Moments};
 use crate::cache::types::{Acquire, MissReason};
 use crate::cache::unified::{Component, NO_SLOT, Parts, PerComponent, Room, Side, Slots};
 
@@ -25,6 +27,8 @@ enum NoLoad {
 struct Planned {
     origin: Origin,
     span: LoadSpan,
+    /// When its slots were taken.
+    moments: PerComponent<Moments>,
     lent: Option<Lent>,
 }
 
@@ -53,7 +57,7 @@ impl CacheManager {
         tokens: &[u32],
     ) -> Acquire {
         let pages = self.tree.end(draft.lock.node()).map_or(0, |end| end as usize);
-        let Planned { origin, span, lent } = match self.plan_load(state, pages, tokens) {
+        let Planned { origin, span, moments, lent } = match self.plan_load(state, pages, tokens) {
             Ok(planned) => planned,
             Err(NoLoad::Nothing) => return self.grant(state, draft, tokens),
             Err(NoLoad::NoSpace) => {
@@ -68,7 +72,7 @@ impl CacheManager {
         };
         let layers = self.lower.as_ref().map_or(0, |lower| lower.shared.layers());
         let id = self.new_id();
-        let run = LoadRun::new(id, state.id, origin, span, layers);
+        let run = LoadRun::new(id, state.id, origin, span, moments, layers);
         self.arrivals.insert(id, Arc::clone(&run));
         self.queued_loads.push(id);
         state.linked.run = Some(Arc::clone(&run));
@@ -144,7 +148,7 @@ impl CacheManager {
             true => Err(NoLoad::Nothing),
             false => self.take_load_room(state, pages, resident, &ends),
         };
-        let (end, device, transit) = match taken {
+        let (end, device, transit, moments) = match taken {
             Ok(taken) => taken,
             Err(why) => {
                 self.give_back_lent(lent);
@@ -155,7 +159,7 @@ impl CacheManager {
         let lent = lent.map(|lent| Lent { pages: lent.pages.start..lent.pages.end.min(end), ..lent });
         let window = self.window_pages();
         let keys = keys.get(..end).map_or(keys.clone(), Arc::from);
-        Ok(Planned { origin, span: LoadSpan { keys, start: pages, device, transit, window }, lent })
+        Ok(Planned { origin, span: LoadSpan { keys, start: pages, device, transit, window }, moments, lent })
     }
 
     /// Slots and transit pages for a load to the longest of `ends` for which there is room, in time.
@@ -165,7 +169,7 @@ impl CacheManager {
         start: usize,
         resident: usize,
         ends: &[usize],
-    ) -> Result<(usize, Slots, Slots), NoLoad> {
+    ) -> Result<(usize, Slots, Slots, PerComponent<Moments>), NoLoad> {
         let (window, states) = (self.window_pages(), usize::from(self.states.is_some()));
         let needs = Needs { start, resident, window, states };
         let longest = |has: &dyn Fn(Component) -> usize| {
@@ -209,11 +213,33 @@ impl CacheManager {
             self.give_back_all(Side::Device, device);
             return Err(NoLoad::Nothing);
         };
+        let moments = match self.moments() {
+            Ok(moments) => moments,
+            Err(error) => {
+                tracing::error!(%error, "nothing can be loaded to the device");
+                self.give_back_all(Side::Device, device);
+                self.give_back_all(Side::Host, transit);
+                state.storage.reason = Some(MissReason::BackendFailed);
+                return Err(NoLoad::Nothing);
+            }
+        };
         state.linked.room_until = None;
         if end < ends[0] {
             state.storage.reason = Some(MissReason::HostFull);
         }
-        Ok((end, device, transit))
+        Ok((end, device, transit, moments))
+    }
+
+    /// The point behind all that the device was told to compute so far, for the pools of each component.
+    fn moments(&self) -> Result<PerComponent<Moments>, KernelError> {
+        let mut moments = PerComponent::default();
+        let Some(lower) = &self.lower else { return Ok(moments) };
+        for component in Component::ALL {
+            if let Some((device, _)) = lower.shared.pools(component) {
+                moments[component] = device.moments()?;
+            }
+        }
+        Ok(moments)
     }
 
     pub(super) fn give_back_lent(&mut self, lent: Option<Lent>) {
