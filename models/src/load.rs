@@ -84,6 +84,39 @@ pub fn load(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, Model
     if kind.is_dir() { load_folder(path, options) } else { load_gguf(path, options) }
 }
 
+/// Checks what can be seen of the checkpoint at `path` without its weights: that it opens, that a family runs it, and that `ranks`
+/// tensor-parallel ranks can share its query heads. [`load`] checks this and all the rest.
+///
+/// # Errors
+/// As [`load`].
+pub fn check_header(path: &Path, ranks: usize) -> Result<(), ModelError> {
+    let kind = std::fs::metadata(path).map_err(|source| ModelError::Io { path: path.to_path_buf(), source })?;
+    if kind.is_dir() {
+        let folder = HfFolder::open(path)?;
+        let checkpoint = Checkpoint::Hf(&folder);
+        families::find(&checkpoint)?;
+        let heads = ["num_attention_heads", "text_config.num_attention_heads"];
+        let heads = heads.iter().find_map(|key| folder.config().get(key)?.as_u64());
+        return check_ranks(&checkpoint, heads, ranks);
+    }
+    let map = map_file(path)?;
+    let gguf = Gguf::parse(path, &map)?;
+    let checkpoint = Checkpoint::Gguf(&gguf);
+    families::find(&checkpoint)?;
+    let heads = gguf.get(&format!("{}.attention.head_count", checkpoint.architecture()?));
+    check_ranks(&checkpoint, heads.and_then(|heads| heads.as_u64()), ranks)
+}
+
+/// Whether the ranks can have equal shares of the query heads, where the header says how many there are.
+fn check_ranks(checkpoint: &Checkpoint<'_>, heads: Option<u64>, ranks: usize) -> Result<(), ModelError> {
+    let Some(heads) = heads.and_then(|heads| usize::try_from(heads).ok()).filter(|_| ranks > 1) else { return Ok(()) };
+    Groups::new(ranks, 1)
+        .places()
+        .iter()
+        .take(1)
+        .try_for_each(|share| share.deal(checkpoint.config_path(), heads, "query heads").map(drop))
+}
+
 fn load_gguf(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
     let map = map_file(path)?;
     let gguf = Gguf::parse(path, &map)?;

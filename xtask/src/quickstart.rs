@@ -28,6 +28,9 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<ExitCode> {
+    if !options.check {
+        is_free(options.port)?;
+    }
     let mut stages = Stages::default();
     stages.stage("tools", || setup::ensure(&[setup::CC]))?;
     stages.stage("build", build)?;
@@ -73,6 +76,20 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
+/// # Errors
+/// When another program listens on the port.
+fn is_free(port: u16) -> Result<()> {
+    match std::net::TcpListener::bind(("127.0.0.1", port)) {
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            anyhow::bail!(
+                "port {port} of 127.0.0.1 is in use; name another one with --port, or --port 0 for any that is free"
+            )
+        }
+        // Whatever else is wrong is for the server to say.
+        _ => Ok(()),
+    }
+}
+
 fn build() -> Result<()> {
     run_command(cargo().args(["build", "--release", "--package", "kvdock", "--package", "kvdock-plugin-file"]))
 }
@@ -95,6 +112,14 @@ pub const STOP_PATIENCE: Duration = Duration::from_secs(30);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_port_in_use_is_named_with_the_option_that_changes_it() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let error = is_free(taken.local_addr().unwrap().port()).unwrap_err().to_string();
+        assert!(error.contains("is in use; name another one with --port"), "{error}");
+        is_free(0).unwrap();
+    }
 
     #[test]
     fn the_curl_line_is_one_shell_line_with_a_json_body() {

@@ -64,7 +64,7 @@ impl Server {
         let show_log = launch.show_log;
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || forward(stderr, show_log, &sender));
-        match wait_for_address(&receiver, Duration::from_secs(120)) {
+        match wait_for_address(&receiver, Duration::from_secs(120), show_log) {
             Ok(address) => Ok(Self { child, address }),
             Err(error) => {
                 let _ = child.kill();
@@ -145,8 +145,8 @@ fn forward(stderr: ChildStderr, show_log: bool, lines: &mpsc::Sender<String>) {
     }
 }
 
-/// Waits for the line in which the server says where it listens.
-fn wait_for_address(lines: &mpsc::Receiver<String>, patience: Duration) -> Result<String> {
+/// Waits for the line in which the server says where it listens. `shown`: the user sees the log already.
+fn wait_for_address(lines: &mpsc::Receiver<String>, patience: Duration, shown: bool) -> Result<String> {
     let deadline = Instant::now() + patience;
     let mut last = Vec::new();
     loop {
@@ -158,6 +158,9 @@ fn wait_for_address(lines: &mpsc::Receiver<String>, patience: Duration) -> Resul
                 last.push(line);
             }
             Err(RecvTimeoutError::Timeout) => bail!("the server did not listen within {} s", patience.as_secs()),
+            Err(RecvTimeoutError::Disconnected) if shown => {
+                bail!("the server ended before it listened; its log is above")
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 let tail = last.split_off(last.len().saturating_sub(20)).join("\n  ");
                 bail!("the server ended before it listened; its last lines:\n  {tail}");
@@ -175,7 +178,7 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         sender.send("loading".to_owned()).unwrap();
         sender.send("listening on http://127.0.0.1:4711".to_owned()).unwrap();
-        assert_eq!(wait_for_address(&receiver, Duration::from_secs(1)).unwrap(), "http://127.0.0.1:4711");
+        assert_eq!(wait_for_address(&receiver, Duration::from_secs(1), true).unwrap(), "http://127.0.0.1:4711");
     }
 
     #[test]
@@ -183,8 +186,10 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         sender.send("model.path: no such file".to_owned()).unwrap();
         drop(sender);
-        let message = wait_for_address(&receiver, Duration::from_secs(1)).unwrap_err().to_string();
+        let message = wait_for_address(&receiver, Duration::from_secs(1), false).unwrap_err().to_string();
         assert!(message.contains("no such file"), "{message}");
+        let message = wait_for_address(&receiver, Duration::from_secs(1), true).unwrap_err().to_string();
+        assert_eq!(message, "the server ended before it listened; its log is above", "nothing is said twice");
     }
 
     #[test]

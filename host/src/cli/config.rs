@@ -3,12 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use kvdock_models::ModelError;
+
 use super::{Failure, Settings, print, say};
 use crate::config::{Config, check_served, host_keys_in};
 use crate::plugin::schema::validate;
 use crate::plugin::{Reason, find, search_path};
 
-/// Checks a file as `serve` would.
+/// Checks a file as `serve` would, as far as that goes without loading weights or taking a port: keys and what they exclude, the model's header,
+/// the device, the sizes of the pools in pages, and the plugins of all backends. Whether the pools fit in memory is seen by `serve` alone.
 pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
     let name = file.display().to_string();
     let settings = Settings { config: Some(file), set: Vec::new() };
@@ -22,8 +25,10 @@ pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
         Some(path) if !path.exists() => {
             return Err(Failure(format!("{name}: model.path = {:?}: there is no such file or folder", path.display())));
         }
-        Some(_) => {}
+        Some(path) => check_model(path, loaded.config.engine.tp_size.max(1) as usize)
+            .map_err(|problem| Failure(format!("{name}: {problem}")))?,
     }
+    super::start::check_machine(&loaded.config).map_err(|problem| Failure(format!("{name}: {problem}")))?;
     let problems = check_backends(&loaded.config);
     if loaded.config.storage.required && !problems.is_empty() {
         let lines: Vec<String> = problems.iter().map(|problem| format!("{name}: {problem}")).collect();
@@ -34,6 +39,14 @@ pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
     }
     print(&format!("{name}: ok\n"))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Looks at the model's header, and whether so many ranks can share it.
+fn check_model(path: &Path, ranks: usize) -> Result<(), String> {
+    kvdock_models::check_header(path, ranks).map_err(|error| match error {
+        ModelError::Ranks { .. } => format!("engine.tp_size = {ranks}: {error}"),
+        _ => format!("model.path: {error}"),
+    })
 }
 
 /// Finds the plugins of all backends that the file selects, and checks their keys against what the plugins take. Gives a line for each
@@ -76,7 +89,25 @@ pub(super) fn reference() -> Result<ExitCode, Failure> {
 
 #[cfg(test)]
 mod tests {
+    use kvdock_models::testing::{TinyKind, TinyModel};
+
     use super::*;
+
+    #[test]
+    fn ranks_that_serve_refuses_passed_the_check() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = TinyModel::new(TinyKind::Llama);
+        model.write_hf(dir.path()).unwrap();
+        check_model(dir.path(), 1).unwrap();
+        check_model(dir.path(), 2).unwrap();
+        let error = check_model(dir.path(), 7).unwrap_err();
+        assert!(
+            error.starts_with("engine.tp_size = 7: ") && error.contains("query heads, which 7 does not divide (1, 2"),
+            "{error}"
+        );
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        assert!(check_model(dir.path(), 1).unwrap_err().starts_with("model.path: "));
+    }
 
     #[test]
     fn a_pin_that_serve_refuses_passed_the_check() {

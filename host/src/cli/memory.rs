@@ -15,7 +15,7 @@ const STATES_A_REQUEST: usize = 8;
 const LEAST_STATES: usize = 8;
 
 /// Tokens a page where `cache.page_size` leaves that open, and where the model has no wish.
-const PAGE_TOKENS: usize = 16;
+pub(super) const PAGE_TOKENS: usize = 16;
 
 /// The one pool that holds everything of a model, where it has only that.
 fn one_pool(spec: &ModelSpec) -> Option<KvGeometry> {

@@ -51,7 +51,10 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
     let page = u64::from(wanted.page_size.max(1));
     let to_pages = |key: &str, tokens: u64| {
         let pages = tokens / page;
-        u32::try_from(pages).map_err(|_| format!("{key} = {tokens}: is more pages than 32 bits can count"))
+        u32::try_from(pages).map_err(|_| {
+            let most = u64::from(u32::MAX).saturating_mul(page);
+            format!("{key} = {tokens}: is more pages than 32 bits can count; takes at most {most}")
+        })
     };
     // Of what is available, a quarter for the device pool and a half for the host pool: pools
     // take memory only as they fill, so a fresh start would not notice if they were too large.
@@ -102,6 +105,8 @@ pub(super) fn pools(wanted: &Wanted) -> Result<PoolSizes, String> {
 
 fn check_memory(wanted: &Wanted, sizes: PoolSizes) -> Result<(), String> {
     let tokens = |pages: u32| u64::from(pages) * u64::from(wanted.page_size);
+    // Tokens of whole pages that so much memory holds.
+    let fitting = |bytes: u64| bytes / wanted.page_bytes.max(1) * u64::from(wanted.page_size);
     let token_bytes = wanted.page_bytes / u64::from(wanted.page_size.max(1));
     let mut pages = u64::from(sizes.host_pages);
     match wanted.own_memory {
@@ -110,10 +115,11 @@ fn check_memory(wanted: &Wanted, sizes: PoolSizes) -> Result<(), String> {
             if bytes > free {
                 return Err(format!(
                     "cache.device_tokens = {} needs {} of the GPU's memory at {token_bytes} bytes a token, more than the {} that \
-                     are free; make it smaller, or leave it out",
+                     are free; takes at most {}; leave it out for a size that fits",
                     tokens(sizes.device_pages),
                     super::machine::size(bytes),
                     super::machine::size(free),
+                    fitting(free),
                 ));
             }
         }
@@ -124,14 +130,18 @@ fn check_memory(wanted: &Wanted, sizes: PoolSizes) -> Result<(), String> {
     if bytes <= memory.total {
         return Ok(());
     }
+    let (needed, total) = (super::machine::size(bytes), super::machine::size(memory.total));
+    let (device, host) = (tokens(sizes.device_pages), tokens(sizes.host_pages));
+    let (key, most) = (wanted.host_key(), fitting(memory.total));
+    let what = match (wanted.own_memory, sizes.host_pages) {
+        (Some(_), _) => format!("{key} = {host} needs"),
+        (None, 0) => format!("cache.device_tokens = {device} needs"),
+        (None, _) => format!("cache.device_tokens = {device} and {key} = {host} need"),
+    };
+    let together = if wanted.own_memory.is_none() && host > 0 { " together" } else { "" };
     Err(format!(
-        "cache.device_tokens = {} and {} = {} need {} of memory at {token_bytes} bytes a token, \
-         more than the {} of this machine; make them smaller, or leave them out",
-        tokens(sizes.device_pages),
-        wanted.host_key(),
-        tokens(sizes.host_pages),
-        super::machine::size(bytes),
-        super::machine::size(memory.total),
+        "{what} {needed} of memory at {token_bytes} bytes a token, more than the {total} of this machine, which hold {most} tokens{together}; make \
+         them fewer, or leave them out"
     ))
 }
 
@@ -196,7 +206,15 @@ mod tests {
         assert!(fixed(15, 0).unwrap_err().starts_with("cache.device_tokens = 15: "));
         assert!(fixed(16, 8).unwrap_err().starts_with("cache.host_tokens = 8: "));
         let error = fixed(1_000_000, 16).unwrap_err();
-        assert!(error.contains("more than the 16.00 GiB of this machine"), "{error}");
+        assert!(
+            error.contains("more than the 16.00 GiB of this machine, which hold 745648 tokens together"),
+            "{error}"
+        );
+        let error = fixed(1_000_000, 0).unwrap_err();
+        assert!(
+            error.starts_with("cache.device_tokens = 1000000 needs ") && error.contains("which hold 745648 tokens;"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -49,18 +49,11 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     let window_ratio = config.cache.window_ratio;
     let page_bytes = memory::page_bytes(&spec, dtype, page_tokens, window_ratio);
     let sizes = pools(&Wanted {
-        device_tokens: config.cache.device_tokens,
-        host_tokens: match config.cache.mode {
-            CacheMode::Hierarchical => Some(config.cache.host_tokens),
-            CacheMode::Linker => Some(config.cache.transit_tokens),
-            CacheMode::Device => None,
-        },
-        transit: config.cache.mode == CacheMode::Linker,
-        page_size,
         page_bytes: page_bytes as u64,
         context: spec.context_length as u64,
         memory: machine::memory(),
         own_memory: device.own_memory(),
+        ..wanted(config, page_size)
     })?;
     let running = config.engine.max_running_requests as usize;
     let available = machine::memory().map(|memory| memory.available);
@@ -117,7 +110,8 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         ranks = spec.ranks,
         context = spec.context_length,
         device_tokens = tokens(sizes.device_pages),
-        host_tokens = tokens(sizes.host_pages),
+        host_tokens = (!linked).then(|| tokens(sizes.host_pages)),
+        transit_tokens = linked.then(|| tokens(sizes.host_pages)),
         "model loaded"
     );
     let metrics = Metrics::new(
@@ -143,7 +137,7 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
         settings: settings(config, device.kind()),
         page_size,
         device_tokens: tokens(sizes.device_pages),
-        host_tokens: if config.cache.mode == CacheMode::Linker { 0 } else { tokens(sizes.host_pages) },
+        host_tokens: if linked { 0 } else { tokens(sizes.host_pages) },
         metrics,
         startup_seconds: began.elapsed().as_secs_f64(),
     };
@@ -166,6 +160,41 @@ fn check_layouts(config: &Config) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Checks of a configuration what needs no model: the device, and the sizes of the pools as far as pages go.
+///
+/// # Errors
+/// The line that [`start`] gives.
+pub(super) fn check_machine(config: &Config) -> Result<(), String> {
+    device::choose_ranks(&config.engine)?;
+    check_layouts(config)?;
+    kv_dtype(&config.cache.dtype)?;
+    let page_size = match config.cache.page_size {
+        Amount::Fixed(tokens) => tokens,
+        // The least that it can be: a model may wish for more.
+        Amount::Auto => memory::PAGE_TOKENS as u32,
+    };
+    // Without bytes and memory, pages alone are looked at.
+    pools(&wanted(config, page_size)).map(drop)
+}
+
+/// The sizes that the configuration asks for, in pages of no bytes on a machine that does not say what it has.
+fn wanted(config: &Config, page_size: u32) -> Wanted {
+    Wanted {
+        device_tokens: config.cache.device_tokens,
+        host_tokens: match config.cache.mode {
+            CacheMode::Hierarchical => Some(config.cache.host_tokens),
+            CacheMode::Linker => Some(config.cache.transit_tokens),
+            CacheMode::Device => None,
+        },
+        transit: config.cache.mode == CacheMode::Linker,
+        page_size,
+        page_bytes: 0,
+        context: 0,
+        memory: None,
+        own_memory: None,
+    }
 }
 
 fn load_model(path: &Path, devices: &[Arc<dyn Device>], context_ranks: usize) -> Result<LoadedModel, String> {
@@ -280,6 +309,21 @@ mod tests {
         assert_eq!(name_of(Path::new("/m/Some.Model-Q4_1.gguf")), "Some.Model-Q4_1");
         assert_eq!(name_of(Path::new("/m/Some.Model/")), "Some.Model");
         assert_ne!(name_of(Path::new(".")), "model");
+    }
+
+    #[test]
+    fn pools_below_a_page_passed_the_check() {
+        let checked = |set: &[&str]| {
+            let set = set.iter().map(|text| (*text).to_owned()).collect();
+            let sources = crate::config::Sources { set, ..Default::default() };
+            check_machine(&crate::config::load(&sources).unwrap().config)
+        };
+        checked(&["engine.threads=1"]).unwrap();
+        let refused = |set: &[&str]| checked(set).unwrap_err();
+        assert!(refused(&["cache.device_tokens=8"]).starts_with("cache.device_tokens = 8: takes at least one page"));
+        assert!(refused(&["cache.host_tokens=8"]).starts_with("cache.host_tokens = 8: "));
+        assert!(refused(&["cache.mode=linker", "cache.transit_tokens=16"]).starts_with("cache.transit_tokens = 16: "));
+        assert!(refused(&["engine.tp_size=2", "engine.device=cuda"]).starts_with("engine.tp_size = 2: "));
     }
 
     #[test]

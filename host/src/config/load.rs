@@ -74,7 +74,10 @@ pub fn load(sources: &Sources) -> Result<Loaded, ConfigErrors> {
     }
     let config = check(&leaves, &mut errors);
     match config {
-        Some(config) if errors.is_empty() => Ok(Loaded { config, warnings }),
+        Some(config) if errors.is_empty() => {
+            warnings.extend(unselected(&config));
+            Ok(Loaded { config, warnings })
+        }
         _ => Err(ConfigErrors(errors)),
     }
 }
@@ -151,6 +154,30 @@ const BACKEND_NAME_TAKES: &str = "a backend's name takes lower-case letters, dig
 fn is_backend_name(name: &str) -> bool {
     let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-');
     !name.is_empty() && name.bytes().all(plain)
+}
+
+/// A line for each backend's table with keys that no list of backends names: it does nothing until the backend is attached by a request.
+fn unselected(config: &Config) -> Vec<String> {
+    let selected = config.storage.selected();
+    let tables = config.storage.tables.values();
+    tables
+        .filter(|table| !selected.contains(&table.name.as_str()) && **table != BackendTable::new(&table.name))
+        .map(|table| {
+            let name = &table.name;
+            let right = match (nearest(name, selected.iter().copied()), selected.as_slice()) {
+                (Some(near), _) => format!("did you mean [storage.{near}]?"),
+                (None, []) => format!("storage.backend = \"{name}\" would start with it"),
+                (None, some) => {
+                    let names: Vec<String> = some.iter().chain([&name.as_str()]).map(|name| format!("\"{name}\"")).collect();
+                    format!("storage.backends = [{}] would start with it too", names.join(", "))
+                }
+            };
+            format!(
+                "[storage.{name}] has keys, but neither storage.backend nor storage.backends names {name:?}, so it is used only if that backend \
+                 is attached later; {right}"
+            )
+        })
+        .collect()
 }
 
 /// Rules that one key's kind can't express.

@@ -54,6 +54,23 @@ fn defaults_serve_on_loopback_without_storage() {
 }
 
 #[test]
+fn a_table_of_a_backend_that_is_not_selected_was_passed_over() {
+    let warnings = |text: &str| {
+        let (_file, sources) = sources(text);
+        load(&sources).unwrap().warnings
+    };
+    let found = warnings("[storage]\nbackend = \"file\"\n[storage.filee]\ndir = \"/x\"\n");
+    assert!(found.len() == 1 && found[0].starts_with("[storage.filee] has keys"), "{found:?}");
+    assert!(found[0].ends_with("did you mean [storage.file]?"), "{found:?}");
+    let found = warnings("[storage.file]\ndir = \"/x\"\n");
+    assert!(found.len() == 1 && found[0].ends_with("storage.backend = \"file\" would start with it"), "{found:?}");
+    let found = warnings("[storage]\nbackend = \"file\"\n[storage.umbp]\nx = 1\n");
+    assert!(found[0].ends_with("storage.backends = [\"file\", \"umbp\"] would start with it too"), "{found:?}");
+    assert!(warnings("[storage]\nbackend = \"file\"\n[storage.file]\ndir = \"/x\"\n").is_empty());
+    assert!(warnings("[storage.file]\n").is_empty());
+}
+
+#[test]
 fn an_unknown_key_names_the_nearest_and_its_line() {
     assert_eq!(
         errors("[engine]\n\nthread = 4\n"),
@@ -155,6 +172,7 @@ fn later_sources_win() {
 #[test]
 fn environment_names_keys_and_warns_of_others() {
     let (config, warnings) = with_env(&[
+        ("KVDOCK_STORAGE__BACKEND", "file"),
         ("KVDOCK_STORAGE__FILE__DIR", "/x"),
         ("KVDOCK_STORAGE__PLUGIN_PATH", "/a:/b"),
         ("KVDOCK_SERVR__PORT", "1"),

@@ -104,11 +104,7 @@ impl Kind {
 }
 
 fn bounds(low: i64, high: i64) -> String {
-    if high == i64::MAX || high == i64::from(u32::MAX) {
-        format!("of at least {low}")
-    } else {
-        format!("from {low} to {high}")
-    }
+    if high == i64::MAX { format!("of at least {low}") } else { format!("from {low} to {high}") }
 }
 
 /// The candidate nearest to `text`, when near enough that it was probably meant.

@@ -218,6 +218,35 @@ impl EngineHandle {
         self.shared.limits.context_length.min(self.shared.limits.pool_tokens)
     }
 
+    /// Refuses a request of several prompts with more samples than there are places for, which an empty server could not take either.
+    ///
+    /// # Errors
+    /// Names the limit.
+    pub fn check_samples(&self, prompts: usize, n: u32) -> Result<(), SubmitError> {
+        let limits = &self.shared.limits;
+        let (most, all) = (limits.max_running + limits.max_queued, prompts.saturating_mul(n as usize));
+        if prompts < 2 || all <= most {
+            return Ok(());
+        }
+        Err(param_error(
+            "n",
+            format!(
+                "{prompts} prompts of {n} samples are {all} in all, more than the {most} that the server has places for: {} run \
+                 (engine.max_running_requests) and {} wait (engine.max_queued_requests); send fewer at a time",
+                limits.max_running, limits.max_queued
+            ),
+        ))
+    }
+
+    /// Refuses a text that has at least `fewest` tokens before it is tokenized, when not even those would fit.
+    ///
+    /// # Errors
+    /// [`SubmitError::TextTooLong`].
+    pub fn check_text(&self, fewest: usize) -> Result<(), SubmitError> {
+        let most = self.max_request_tokens();
+        if fewest > most { Err(SubmitError::TextTooLong { fewest, most }) } else { Ok(()) }
+    }
+
     fn check(&self, request: &Request) -> Result<(), SubmitError> {
         if !self.is_accepting() {
             return Err(SubmitError::ShuttingDown);

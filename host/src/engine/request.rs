@@ -251,6 +251,17 @@ pub enum SubmitError {
         /// Tokens the device pool holds.
         pool_tokens: usize,
     },
+    /// A text that has more tokens than a prompt may have, whatever they are.
+    #[error(
+        "the prompt has at least {fewest} tokens, more than the {most} that a prompt may have (the model's context length, or cache.device_tokens \
+         where that is less)"
+    )]
+    TextTooLong {
+        /// A lower bound of its tokens.
+        fewest: usize,
+        /// Most tokens of a request.
+        most: usize,
+    },
     /// A request of this name is in flight.
     #[error("a request with the id {0:?} is already in flight")]
     DuplicateId(String),

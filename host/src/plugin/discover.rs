@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::abi::AbiVersions;
 use super::inspect::{PluginInfo, inspect_with};
 use super::refusal::{Reason, Refusal};
+use crate::config::nearest;
 
 /// What a search found.
 #[derive(Debug, Clone, Default)]
@@ -111,6 +112,9 @@ pub fn find_with(host: AbiVersions, name: &str, folders: &[PathBuf]) -> Result<P
         found.plugins.iter().filter(|p| p.shadowed_by.is_none()).map(|p| p.info.note.name.as_str()).collect();
     let shown: String = name.chars().take(80).collect();
     let mut text = format!("no plugin named {shown:?} in {}", searched.join(", "));
+    if let Some(near) = nearest(name, names.iter().copied()) {
+        text.push_str(&format!("; did you mean {near:?}?"));
+    }
     text.push_str(&match names.as_slice() {
         [] => "; no plugin is there at all".to_owned(),
         names => format!("; there are: {}", names.join(", ")),

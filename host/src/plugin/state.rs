@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 
@@ -80,12 +80,31 @@ pub struct StateReport {
 /// States kept of one instance, the present one among them.
 const HISTORY: usize = 32;
 
-/// The state of one instance, with one log line a change. The line's fields are stable: `backend`, `instance` (which tells two instances of
+/// How soon another reason for the same state is logged again.
+const SAME_STATE_PAUSE: Duration = Duration::from_secs(600);
+
+/// Whether a change is worth a line of the log: one to another state is, one to another reason rarely. A backend in trouble may find another
+/// reason each time it is asked.
+#[derive(Debug, Default)]
+struct Said(Option<Instant>);
+
+impl Said {
+    fn is_due(&mut self, other_state: bool, now: Instant) -> bool {
+        let due = other_state || self.0.is_none_or(|last| now.duration_since(last) >= SAME_STATE_PAUSE);
+        if due {
+            self.0 = Some(now);
+        }
+        due
+    }
+}
+
+/// The state of one instance, with one log line a change, and a line each ten minutes at most where only the reason is another. The line's fields are stable: `backend`, `instance` (which tells two instances of
 /// one name apart), `before`, `state`, `reason`.
 pub struct StateCell {
     backend: String,
     instance: u64,
     life: Mutex<VecDeque<StateReport>>,
+    said: Mutex<Said>,
     on_change: Box<dyn Fn(BackendState) + Send + Sync>,
 }
 
@@ -108,6 +127,7 @@ impl StateCell {
             backend: backend.to_owned(),
             instance: NEXT.fetch_add(1, Ordering::Relaxed),
             life: Mutex::new(VecDeque::from([first])),
+            said: Mutex::default(),
             on_change,
         }
     }
@@ -157,7 +177,17 @@ impl StateCell {
         }
         life.push_back(StateReport { state, since: SystemTime::now(), reason: reason.to_owned() });
         drop(life);
-        self.log(before, state, reason);
+        if self.said.lock().unwrap_or_else(PoisonError::into_inner).is_due(before != state, Instant::now()) {
+            self.log(before, state, reason);
+        } else {
+            tracing::debug!(
+                backend = self.backend,
+                instance = self.instance,
+                reason,
+                "storage backend still {}",
+                state.as_str()
+            );
+        }
         (self.on_change)(state);
         true
     }
@@ -188,6 +218,16 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+
+    #[test]
+    fn a_backend_in_trouble_was_logged_every_few_seconds_with_another_reason() {
+        let (mut said, start) = (Said::default(), Instant::now());
+        assert!(said.is_due(true, start));
+        let due = (1..600).filter(|second| said.is_due(false, start + Duration::from_secs(*second))).count();
+        assert_eq!(due, 0, "the state is the same");
+        assert!(said.is_due(true, start + Duration::from_secs(5)), "another state is always told");
+        assert!(said.is_due(false, start + SAME_STATE_PAUSE * 2), "now and then the reason is told too");
+    }
 
     #[test]
     fn the_latest_states_are_kept_with_their_reasons() {

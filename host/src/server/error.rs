@@ -114,7 +114,7 @@ impl ApiError {
                 ..Self::new(StatusCode::TOO_MANY_REQUESTS, message)
             },
             SubmitError::Param(param) => Self::field(names(param.field), param.message),
-            SubmitError::ContextTooLong { .. } | SubmitError::PoolTooSmall { .. } => {
+            SubmitError::ContextTooLong { .. } | SubmitError::PoolTooSmall { .. } | SubmitError::TextTooLong { .. } => {
                 Self::bad_request(message).with_code("context_length_exceeded")
             }
             SubmitError::ShuttingDown => Self::unavailable(message),

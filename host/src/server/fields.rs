@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use crate::config::nearest;
 
 /// Most names of unknown fields that are remembered; a client can invent any number.
 const MAX_UNKNOWN_NAMES: usize = 256;
@@ -120,7 +121,8 @@ impl Fields {
         self
     }
 
-    fn path(&self, name: &str) -> String {
+    /// `name` with the path in front of it, as messages have it.
+    pub fn path(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
     }
 
@@ -239,6 +241,22 @@ impl Fields {
     /// All that is left, as plain JSON.
     pub fn into_map(self) -> Map<String, Value> {
         self.map
+    }
+
+    /// Refuses anything that is left; `known` are the fields there are. For requests that change the server, where a misspelled field does
+    /// something else than was meant.
+    ///
+    /// # Errors
+    /// 400 that names the field, the nearest known one, and all of them.
+    pub fn finish_strictly(self, known: &[&str]) -> Result<(), ApiError> {
+        let Some(name) = self.map.keys().next() else { return Ok(()) };
+        let shown: String = name.chars().take(100).collect();
+        let all = known.join(", ");
+        let message = match nearest(&shown, known.iter().copied()) {
+            Some(near) => format!("is no field of this request; did you mean {near}? There are: {all}"),
+            None => format!("is no field of this request; there are: {all}"),
+        };
+        Err(ApiError::field(self.path(&shown), message))
     }
 
     /// Refuses what is left and asks for something that is not served; logs what nobody knows.

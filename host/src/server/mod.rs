@@ -11,6 +11,7 @@ mod listen;
 mod native;
 mod openai;
 mod query;
+mod reading;
 mod routes;
 mod sampling;
 mod sse;

@@ -13,7 +13,10 @@ pub(super) fn read_query<const N: usize>(
         let name = decode(name).ok_or_else(|| ApiError::bad_request("a query parameter's name is not UTF-8"))?;
         let Some(index) = known.iter().position(|known| *known == name) else {
             let shown: String = name.chars().take(40).collect();
-            let message = format!("unknown parameter {shown:?}; there are: {}", known.join(", "));
+            let message = match known.is_empty() {
+                true => format!("unknown parameter {shown:?}; there are none here"),
+                false => format!("unknown parameter {shown:?}; there are: {}", known.join(", ")),
+            };
             return Err(ApiError::bad_request(message));
         };
         let value = decode(value).ok_or_else(|| ApiError::field(known[index], "is not UTF-8"))?;
@@ -41,6 +44,13 @@ mod tests {
         let error = read_query(Some("backnd=near"), KNOWN).unwrap_err();
         assert!(error.message.contains("unknown parameter \"backnd\"; there are: backend, force"), "{}", error.message);
         assert!(read_query(Some("backend=a&backend=b"), KNOWN).unwrap_err().message.contains("twice"));
+    }
+
+    #[test]
+    fn where_no_parameter_is_known_any_was_passed_over() {
+        let error = read_query(Some("x=1"), []).unwrap_err();
+        assert!(error.message.contains("unknown parameter \"x\"; there are none here"), "{}", error.message);
+        assert!(read_query(None, []).is_ok() && read_query(Some(""), []).is_ok());
     }
 
     #[test]

@@ -49,10 +49,7 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/flush_cache", get(flush_cache).post(flush_cache))
         .route_layer(middleware::from_fn_with_state(server.clone(), need_api_key));
     let admin = Router::new()
-        .route(
-            "/hicache/storage-backend",
-            get(async |State(s): Shared| storage_routes::show(&s)).put(attach_storage).delete(detach_storage),
-        )
+        .route("/hicache/storage-backend", get(show_storage).put(attach_storage).delete(detach_storage))
         .route("/hicache/storage-backend/clear", post(clear_storage))
         .route_layer(middleware::from_fn_with_state(server.clone(), need_admin_key));
     open.merge(api)
@@ -192,8 +189,15 @@ async fn flush_cache(
     native::flush_cache(server, tiers, headers).await
 }
 
-async fn attach_storage(State(server): Shared, request: Request) -> Answer {
+async fn show_storage(State(server): Shared, RawQuery(query): RawQuery) -> Answer {
+    let [] = read_query(query.as_deref(), [])?;
+    storage_routes::show(&server)
+}
+
+async fn attach_storage(State(server): Shared, RawQuery(query): RawQuery, request: Request) -> Answer {
     server.accepting()?;
+    // What to attach and where stands in the body.
+    let [] = read_query(query.as_deref(), [])?;
     let fields = body::fields(&server, request).await?;
     storage_routes::attach(server, fields).await
 }

@@ -106,16 +106,18 @@ fn shared(fields: &mut Fields) -> Result<SamplingParams, ApiError> {
 }
 
 fn top_k(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+    let path = fields.path("top_k");
     match fields.integer("top_k")? {
         None | Some(-1) => Ok(None),
         Some(k) => match u32::try_from(k) {
             Ok(k) if k > 0 => Ok(Some(k)),
-            _ => Err(ApiError::field("top_k", format!("takes -1 for all tokens, or at least 1; found {k}"))),
+            _ => Err(ApiError::field(path, format!("takes -1 for all tokens, or at least 1; found {k}"))),
         },
     }
 }
 
 fn logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, ApiError> {
+    let path = fields.path("logit_bias");
     let Some(bias) = fields.object("logit_bias")? else {
         return Ok(Vec::new());
     };
@@ -123,10 +125,10 @@ fn logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, ApiError> {
         .into_iter()
         .map(|(token, value)| {
             let id = token.trim().parse::<u32>().map_err(|_| {
-                ApiError::field("logit_bias", format!("takes token ids as names; found {:?}", crop(&token)))
+                ApiError::field(path.as_str(), format!("takes token ids as names; found {:?}", crop(&token)))
             })?;
             let bias = value.as_f64().ok_or_else(|| {
-                ApiError::field("logit_bias", format!("takes numbers; found {} for token {id}", show(&value)))
+                ApiError::field(path.as_str(), format!("takes numbers; found {} for token {id}", show(&value)))
             })?;
             Ok((id, bias as f32))
         })
@@ -229,6 +231,18 @@ mod tests {
         let open = native(&mut fields(json!({"max_new_tokens": null}))).unwrap();
         assert_eq!(open.max_new_tokens, None);
         assert_eq!(chat(json!({})).temperature, 1.0);
+    }
+
+    #[test]
+    fn native_errors_bear_the_path_of_the_field() {
+        for (value, param) in [
+            (json!({"top_k": 0}), "sampling_params.top_k"),
+            (json!({"logit_bias": {"x": 1}}), "sampling_params.logit_bias"),
+            (json!({"logit_bias": {"1": "x"}}), "sampling_params.logit_bias"),
+        ] {
+            let error = native(&mut fields(value).under("sampling_params")).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some(param));
+        }
     }
 
     #[test]

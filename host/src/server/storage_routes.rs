@@ -18,6 +18,17 @@ use crate::plugin::admin::{AdminError, AttachMode, AttachRequest, StorageAdmin, 
 /// Most time for a clear.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The fields of a `PUT`: SGLang's, the name under which `GET` shows the config, and kvdock's own.
+const ATTACH_FIELDS: [&str; 7] = [
+    "hicache_storage_backend",
+    "hicache_storage_backend_extra_config_json",
+    "hicache_storage_backend_extra_config",
+    "hicache_storage_prefetch_policy",
+    "hicache_write_policy",
+    "kvdock_mode",
+    "kvdock_backend",
+];
+
 fn admin(server: &Server) -> Result<Arc<dyn StorageAdmin>, ApiError> {
     server.served()?.storage.clone().ok_or_else(|| {
         ApiError::bad_request(
@@ -58,12 +69,12 @@ pub(super) fn show(server: &Server) -> Result<Response, ApiError> {
 /// `PUT`: attaches or replaces.
 pub(super) async fn attach(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let admin = admin(&server)?;
-    let request = read_attach(fields, &server)?;
+    let request = read_attach(fields)?;
     let result = blocking(move || admin.attach(request)).await;
     Ok(reply(result, "HiCache storage backend attached.", "Failed to attach HiCache storage backend."))
 }
 
-fn read_attach(mut fields: Fields, server: &Server) -> Result<AttachRequest, ApiError> {
+fn read_attach(mut fields: Fields) -> Result<AttachRequest, ApiError> {
     let backend = match fields.text("hicache_storage_backend")? {
         Some(name) => name,
         None => return Err(ApiError::field("hicache_storage_backend", "is missing")),
@@ -108,7 +119,7 @@ fn read_attach(mut fields: Fields, server: &Server) -> Result<AttachRequest, Api
             return Err(ApiError::field("kvdock_mode", format!("takes \"add\" or \"replace\"; found {other:?}")));
         }
     };
-    fields.finish(&[], &server.unknown)?;
+    fields.finish_strictly(&ATTACH_FIELDS)?;
     Ok(AttachRequest { backend, config, prefetch_policy, write_policy, mode })
 }
 
@@ -152,13 +163,11 @@ pub(super) async fn clear(server: Arc<Server>, backend: Option<String>) -> Resul
 
 #[cfg(test)]
 mod tests {
-    use super::super::auth::Keys;
     use super::*;
     use serde_json::json;
 
     fn read(value: Value) -> Result<AttachRequest, ApiError> {
-        let server = Server::new(Keys::default(), 1);
-        read_attach(Fields::new(value.as_object().cloned().unwrap()), &server)
+        read_attach(Fields::new(value.as_object().cloned().unwrap()))
     }
 
     #[test]
@@ -191,12 +200,25 @@ mod tests {
     }
 
     #[test]
+    fn a_misspelled_mode_replaced_what_it_was_to_stand_beside() {
+        let error = read(json!({"hicache_storage_backend": "a", "kvdock_mod": "add"})).unwrap_err();
+        assert!(
+            error.message.contains("did you mean kvdock_mode? There are: hicache_storage_backend, "),
+            "{}",
+            error.message
+        );
+        let error = read(json!({"hicache_storage_backend": "a", "zzz": 1})).unwrap_err();
+        assert!(error.message.contains("is no field of this request; there are: "), "{}", error.message);
+    }
+
+    #[test]
     fn wrong_bodies_name_the_field() {
         for (value, param) in [
             (json!({}), "hicache_storage_backend"),
             (json!({"hicache_storage_backend": "/tmp/x.so"}), "hicache_storage_backend"),
             (json!({"hicache_storage_backend": "a", "hicache_write_policy": "never"}), "hicache_write_policy"),
             (json!({"hicache_storage_backend": "a", "kvdock_mode": "x"}), "kvdock_mode"),
+            (json!({"hicache_storage_backend": "a", "kvdock_mod": "add"}), "kvdock_mod"),
             (
                 json!({"hicache_storage_backend": "a",
                 "hicache_storage_backend_extra_config_json": "{"}),

@@ -267,15 +267,56 @@ fn is_shown(status: &StorageStatus, name: &str) -> bool {
 /// What plugins reported. Their names are theirs, so they stand in a label and can't collide with
 /// anybody's.
 fn plugin_figures(out: &mut Writer<'_>, reported: &[ReportedMetric]) -> fmt::Result {
+    let ranks: Vec<Option<String>> = reported.iter().map(|one| one.rank.map(|rank| rank.to_string())).collect();
     let labelled: Vec<_> = reported
         .iter()
-        .map(|(backend, name, labels, metric)| {
-            let labels = [("backend", backend.as_str()), ("name", name.as_str()), ("labels", labels.as_str())];
-            (labels, metric)
+        .zip(&ranks)
+        .map(|(one, rank)| {
+            let mut labels =
+                vec![("backend", one.backend.as_str()), ("name", one.name.as_str()), ("labels", one.labels.as_str())];
+            labels.extend(rank.as_deref().map(|rank| ("rank", rank)));
+            (labels, &one.metric)
         })
         .collect();
     let values: Vec<_> = labelled.iter().map(|(l, metric)| (l.as_slice(), metric.value)).collect();
     out.gauges("kvdock:plugin_value", "What plugins report: sums of counters, values of gauges", &values)?;
     let counts: Vec<_> = labelled.iter().map(|(l, metric)| (l.as_slice(), metric.count)).collect();
     out.counters("kvdock:plugin_reports", "How often plugins reported", &counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvdock_plugin_api::MetricKind;
+    use prometheus_client::encoding::text::encode;
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::plugin::PluginMetric;
+
+    #[derive(Debug)]
+    struct Reported(Vec<ReportedMetric>);
+
+    impl Collector for Reported {
+        fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            plugin_figures(&mut Writer(encoder), &self.0)
+        }
+    }
+
+    #[test]
+    fn the_rank_of_a_plugins_figure_stood_inside_of_another_label() {
+        let of_rank = |rank| ReportedMetric {
+            backend: "near".into(),
+            name: "bytes".into(),
+            labels: String::new(),
+            rank,
+            metric: PluginMetric { kind: MetricKind::GaugeSet, value: 2.0, count: 1 },
+        };
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(Reported(vec![of_rank(None), of_rank(Some(1))])));
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        let alone = "kvdock:plugin_value{backend=\"near\",name=\"bytes\",labels=\"\"} 2.0";
+        let ranked = "kvdock:plugin_value{backend=\"near\",name=\"bytes\",labels=\"\",rank=\"1\"} 2.0";
+        assert!(text.contains(alone) && text.contains(ranked), "{text}");
+    }
 }

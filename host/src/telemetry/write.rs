@@ -77,7 +77,7 @@ impl Writer<'_> {
     }
 }
 
-/// The encoder adds buckets up itself and knows infinity as the largest number.
+/// The encoder adds buckets up itself.
 fn single(snapshot: &HistogramSnapshot) -> Vec<(f64, u64)> {
     let mut below = 0;
     snapshot
@@ -86,7 +86,39 @@ fn single(snapshot: &HistogramSnapshot) -> Vec<(f64, u64)> {
         .map(|&(bound, cumulative)| {
             let own = cumulative.saturating_sub(below);
             below = cumulative;
-            (if bound.is_finite() { bound } else { f64::MAX }, own)
+            (bound, own)
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::collector::Collector;
+    use prometheus_client::encoding::text::encode;
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::engine::Histogram;
+
+    #[derive(Debug)]
+    struct One;
+
+    impl Collector for One {
+        fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            let histogram = Histogram::new(&[1.0]);
+            histogram.observe(0.5);
+            histogram.observe(9.0);
+            Writer(encoder).histogram("h", "Help", &histogram.snapshot())
+        }
+    }
+
+    #[test]
+    fn the_last_bucket_was_the_largest_number_and_stood_beside_infinity() {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(One));
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        let buckets: Vec<&str> = text.lines().filter(|line| line.starts_with("h_bucket")).collect();
+        assert_eq!(buckets, ["h_bucket{le=\"1.0\"} 1", "h_bucket{le=\"+Inf\"} 2"], "{text}");
+    }
 }

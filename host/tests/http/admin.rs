@@ -71,6 +71,12 @@ fn a_misspelled_query_parameter_was_taken_for_all_backends() {
         let message = error["message"].as_str().unwrap();
         assert!(message.contains("unknown parameter") && message.contains("backend, force"), "{path}: {message}");
     }
+    for reply in [
+        server.get(&format!("{PATH}?x=1")),
+        server.put(&format!("{PATH}?x=1"), &json!({"hicache_storage_backend": "file"})),
+    ] {
+        assert!(reply.error(400)["message"].as_str().unwrap().contains("unknown parameter \"x\""), "{}", reply.text);
+    }
     let error = server.delete(&format!("{PATH}?backend=near&backend=far")).error(400);
     assert_eq!(error["param"], "backend", "{error}");
 }

@@ -26,7 +26,7 @@ fn wrong_requests_are_told_what_and_where() {
         (text_path, completion(json!("a"), json!({"logprobs": 99})), "logprobs"),
         ("/generate", json!({"text": "a", "input_ids": [1]}), "input_ids"),
         ("/generate", json!({}), "text"),
-        ("/generate", json!({"text": "a", "sampling_params": {"top_k": 0}}), "top_k"),
+        ("/generate", json!({"text": "a", "sampling_params": {"top_k": 0}}), "sampling_params.top_k"),
         ("/generate", json!({"text": "a", "sampling_params": {"min_p": 2}}), "sampling_params.min_p"),
         ("/generate", json!({"text": ["a", "b"], "rid": ["x"]}), "rid"),
         ("/generate", json!({"text": "a", "return_logprob": true, "logprob_start_len": 5}), "logprob_start_len"),
@@ -43,6 +43,38 @@ fn wrong_requests_are_told_what_and_where() {
     server.post(text_path, &completion(json!("x".repeat(5000)), json!({}))).error(413);
     // The server lives on.
     server.post(chat_path, &chat("x", json!({}))).ok();
+}
+
+#[test]
+fn a_text_that_can_not_fit_was_tokenized_first() {
+    let server = Server::start();
+    let text = "x".repeat(2_000_000);
+    for (path, body) in [
+        ("/v1/completions", completion(json!(text), json!({}))),
+        ("/v1/chat/completions", chat(&text, json!({}))),
+        ("/generate", json!({"text": ["a", text]})),
+        ("/tokenize", json!({"prompt": text})),
+    ] {
+        let error = server.post(path, &body).error(400);
+        assert_eq!(error["code"], "context_length_exceeded", "{path}: {error}");
+        // The bound itself, not what tokenizing would have counted: a token a byte.
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with("the prompt has at least ") && !message.contains("2000000"), "{path}: {message}");
+    }
+}
+
+#[test]
+fn samples_that_no_server_has_places_for_were_to_be_tried_again() {
+    let server = Server::with(&["engine.max_running_requests=2", "engine.max_queued_requests=4"]);
+    let native = json!({"text": ["a", "b", "c"], "sampling_params": {"n": 3, "max_new_tokens": 1}});
+    let error = server.post("/generate", &native).error(400);
+    assert_eq!(error["param"], "sampling_params.n");
+    assert!(error["message"].as_str().unwrap().contains("are 9 in all, more than the 6 "), "{error}");
+    let prompts = json!(["a", "b", "c", "d", "e", "f", "g"]);
+    let error = server.post("/v1/completions", &completion(prompts, json!({}))).error(400);
+    assert_eq!(error["param"], "n", "{error}");
+    let fits = completion(json!(["a", "b", "c"]), json!({"n": 2, "max_tokens": 1}));
+    server.post("/v1/completions", &fits).ok();
 }
 
 #[test]

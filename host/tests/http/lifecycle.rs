@@ -97,7 +97,7 @@ fn starts_that_can_not_work_say_why_in_a_line() {
         ),
         (
             &["--set", &model, "--set", "engine.tp_size=3"],
-            "can't be spread over 3 ranks: it has 4 query heads, which 3 does not divide",
+            "can't be spread over 3 ranks: it has 4 query heads, which 3 does not divide (1, 2, 4 would)",
         ),
         (&["--set", &model, "--set", "engine.pp_size=2"], "engine.pp_size = 2: there is no pipeline parallelism"),
         (
@@ -168,6 +168,14 @@ fn config_commands() {
     let (status, _, stderr) = run(&["config", "check", &name]);
     assert_eq!(status.code(), Some(1));
     assert!(stderr.contains("model.path") && stderr.contains("/no/such/model"), "{stderr}");
+    std::fs::write(&file, "[cache]\ndevice_tokens = 8\n").unwrap();
+    let (status, _, stderr) = run(&["config", "check", &name]);
+    assert_eq!(status.code(), Some(1));
+    assert!(stderr.contains("cache.device_tokens = 8: takes at least one page"), "{stderr}");
+    std::fs::write(&file, "[engine]\ndevice = \"cuda\"\n").unwrap();
+    let (status, _, stderr) = run(&["config", "check", &name]);
+    assert_eq!(status.code(), Some(1), "the tests hide every GPU");
+    assert!(stderr.contains("engine.device = \"cuda\": "), "{stderr}");
     std::fs::write(&file, "[server]\nport = 1\n[cache]\npage_siz = 8\neviction = \"mru\"\n").unwrap();
     let (status, _, stderr) = run(&["config", "check", &name]);
     assert_eq!(status.code(), Some(1));

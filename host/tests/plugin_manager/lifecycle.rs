@@ -79,7 +79,12 @@ fn h2_a_failed_attach_changes_nothing() {
     let before = sink.only().generation();
 
     let unknown = manager.attach(request("fiel", None)).unwrap_err().to_string();
-    assert!(unknown.contains("no plugin named \"fiel\"") && unknown.contains("there are: file"), "{unknown}");
+    assert!(
+        unknown.contains("no plugin named \"fiel\"")
+            && unknown.contains("did you mean \"file\"?")
+            && unknown.contains("there are: file"),
+        "{unknown}"
+    );
     let wrong =
         manager.attach(request("file", Some(json!({"dir": store.path(), "colour": "red"})))).unwrap_err().to_string();
     assert!(wrong.contains("colour") && wrong.contains("its keys are"), "{wrong}");

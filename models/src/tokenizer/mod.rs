@@ -7,6 +7,7 @@
 mod bytes;
 mod from_gguf;
 mod from_hf;
+mod length;
 mod pre;
 mod stream;
 
@@ -29,6 +30,8 @@ pub struct Tokenizer {
     after: Vec<u32>,
     bos: Option<u32>,
     eos: Option<u32>,
+    /// How few tokens a text can have, where that can be said without tokenizing it.
+    bound: std::sync::OnceLock<Option<length::Bound>>,
 }
 
 /// The ids a checkpoint gives to tokens with a meaning.
@@ -60,7 +63,16 @@ impl Tokenizer {
                 *slot = bytes;
             }
         }
-        Ok(Self { inner, token_bytes, special, before: Vec::new(), after: Vec::new(), bos: named.bos, eos: named.eos })
+        Ok(Self {
+            inner,
+            token_bytes,
+            special,
+            before: Vec::new(),
+            after: Vec::new(),
+            bos: named.bos,
+            eos: named.eos,
+            bound: std::sync::OnceLock::new(),
+        })
     }
 
     /// Token ids of `text`. Special tokens spelled out in the text become their ids. With
@@ -79,6 +91,16 @@ impl Tokenizer {
             return Ok(ids.to_vec());
         }
         Ok([self.before.as_slice(), ids, self.after.as_slice()].concat())
+    }
+
+    /// A lower bound of the tokens that `text` has, without special tokens around it: its bytes over those of the longest token. Costs one
+    /// look at the text, where tokenizing costs a hundred times its size in memory. 0 where the tokenizer may drop parts of a text.
+    pub fn fewest_tokens(&self, text: &str) -> usize {
+        let bound = self.bound.get_or_init(|| {
+            let longest = self.token_bytes.iter().map(|bytes| bytes.len()).max().unwrap_or_default();
+            length::Bound::of(&self.inner, longest)
+        });
+        bound.as_ref().map_or(0, |bound| bound.fewest_tokens(text))
     }
 
     /// The text of `ids`: their bytes one after the other, with U+FFFD for what is no UTF-8. With

@@ -100,6 +100,7 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             let _interrupts = Interrupts::listen(process::interrupt)?;
             let unready = || plugin.unready(args.config.is_some());
             if let Some(why) = unready() {
+                let why = as_configured(&why, &name);
                 return Err(Failure(format!("{name} can't be checked, for no instance can be opened: {why}")));
             }
             let report = run_in_order(&asked, |rules| run_rules(&plugin, rules, &hangs, &bar));
@@ -107,6 +108,7 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             if !report.failed().is_empty()
                 && let Some(why) = unready()
             {
+                let why = as_configured(&why, &name);
                 return Err(Failure(format!("{name} can't be checked, for its store went away meanwhile: {why}")));
             }
             (name, report)
@@ -123,8 +125,22 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     if process::is_interrupted() {
         return Err(Failure("interrupted".to_owned()));
     }
-    print(&format!("{report}\n"))?;
+    print(&words(&report))?;
     outcome(&report)
+}
+
+/// The words of a plugin with its keys as a configuration file has them: the host of the suite calls each instance "mock".
+fn as_configured(why: &str, name: &str) -> String {
+    why.replace("storage.mock", &format!("storage.{name}"))
+}
+
+/// The report in words. Of a file that the host refuses one line says all there is to say.
+fn words(report: &Report) -> String {
+    let refused = |entry: &&Entry| entry.rule.id == FILE && matches!(entry.verdict, Verdict::Failed(_));
+    match report.entries.iter().find(refused) {
+        Some(entry) => format!("{entry}\n{} other rules were not run\n", report.entries.len() - 1),
+        None => format!("{report}\n"),
+    }
 }
 
 fn of_junit(file: &Path, error: &std::io::Error) -> Failure {
@@ -305,6 +321,21 @@ mod tests {
         assert!(loads.len() > 2 && loads.iter().all(|rule| rule.id.starts_with("load.")));
         assert_eq!(chosen(&["data.one_page".to_owned()]).unwrap().len(), 1);
         assert!(chosen(&["date.".to_owned()]).unwrap_err().0.contains("date."));
+    }
+
+    #[test]
+    fn a_hundred_skipped_rules_hid_why_the_file_is_refused() {
+        let asked = chosen(&[]).unwrap();
+        let text = words(&Report::gather(refused(&asked, "it is a text")));
+        assert!(text.starts_with("FAILED") && text.contains("it is a text"), "{text}");
+        assert!(text.ends_with(&format!("{} other rules were not run\n", asked.len() - 1)), "{text}");
+        assert!(!text.contains("skipped"), "{text}");
+    }
+
+    #[test]
+    fn the_key_of_a_configuration_was_shown_as_that_of_a_mock() {
+        assert_eq!(as_configured("storage.mock.dir: no folder", "file"), "storage.file.dir: no folder");
+        assert_eq!(as_configured("storage.mock: unreachable", "umbp"), "storage.umbp: unreachable");
     }
 
     #[test]

@@ -33,8 +33,20 @@ use super::state::BackendState;
 use crate::config::StorageConfig;
 use board::Board;
 
-/// What a plugin reported: backend, name of the metric, labels, value.
-pub type ReportedMetric = (String, String, String, PluginMetric);
+/// What a plugin reported.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReportedMetric {
+    /// The backend.
+    pub backend: String,
+    /// Name of the metric.
+    pub name: String,
+    /// Labels, as the plugin gave them.
+    pub labels: String,
+    /// The rank whose instance reported it, where there are several.
+    pub rank: Option<usize>,
+    /// The value.
+    pub metric: PluginMetric,
+}
 
 /// Most names whose changes of state are counted; names come from the configuration and from admin requests.
 const MOST_NAMES: usize = 256;
@@ -178,20 +190,20 @@ impl PluginManager {
             let several = instance.instances().len() > 1;
             let of_rank = |(rank, context): (usize, &'static HostContext)| {
                 let backend = instance.name().to_owned();
-                let of = move |labels: String| if several { ranked(&labels, rank) } else { labels };
+                let rank = several.then_some(rank);
                 let metrics = context.metrics().into_iter();
-                metrics.map(move |((name, labels), value)| (backend.clone(), name, of(labels), value))
+                metrics.map(move |((name, labels), metric)| ReportedMetric {
+                    backend: backend.clone(),
+                    name,
+                    labels,
+                    rank,
+                    metric,
+                })
             };
             instance.contexts().enumerate().flat_map(of_rank).collect::<Vec<_>>()
         };
         self.shared.in_use().iter().flat_map(of).collect()
     }
-}
-
-/// The labels of a metric, with that of the rank.
-fn ranked(labels: &str, rank: usize) -> String {
-    let rank = format!("rank=\"{rank}\"");
-    if labels.is_empty() { rank } else { format!("{labels},{rank}") }
 }
 
 impl Shared {

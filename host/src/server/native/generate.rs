@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, UnknownFields, Unserved, as_texts, as_tokens, name_of};
 use super::super::openai::failure;
+use super::super::reading::{self, Client};
 use super::super::sampling::{self, UNSERVED_SAMPLING, integer_value, native_name, per_request};
 use super::super::sse;
 use super::super::state::{Served, Server, fresh_id};
@@ -59,10 +60,11 @@ struct Generate {
 pub(in crate::server) async fn generate(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
     let (reading, reader) = (served.clone(), server.clone());
-    // Tokenizers take milliseconds on long prompts.
-    let job = tokio::task::spawn_blocking(move || read(fields, &reading, &reader.unknown))
-        .await
-        .map_err(|_| ApiError::internal("reading the request failed"))??;
+    let job = reading::reading(move |client| read(fields, &reading, &reader.unknown, client)).await?;
+    served
+        .engine
+        .check_samples(job.requests.len(), job.n)
+        .map_err(|error| ApiError::from_submit(error, native_name))?;
     let members = || job.requests.iter().map(|request| request.id.clone()).collect();
     let group = job.name.as_deref().map(|name| server.group(name, members())).transpose()?;
     let mut streams = Vec::with_capacity(job.requests.len());
@@ -98,8 +100,8 @@ pub(in crate::server) async fn generate(server: Arc<Server>, fields: Fields) -> 
     Ok(Json(answer).into_response())
 }
 
-fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields) -> Result<Generate, ApiError> {
-    let (prompts, batch) = read_prompts(&mut fields, served)?;
+fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields, client: &Client) -> Result<Generate, ApiError> {
+    let (prompts, batch) = read_prompts(&mut fields, served, client)?;
     let count = prompts.len();
     let stream = fields.bool("stream")?.unwrap_or(false);
     let sampling = read_sampling(&mut fields, count, unknown)?;
@@ -172,8 +174,8 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields) -> Result<
 }
 
 /// The prompts' tokens, and whether they came as a list.
-fn read_prompts(fields: &mut Fields, served: &Served) -> Result<(Vec<Vec<u32>>, bool), ApiError> {
-    let encode = |text: &str| served.tokenizer.encode(text, true).map_err(|error| ApiError::field("text", error));
+fn read_prompts(fields: &mut Fields, served: &Served, client: &Client) -> Result<(Vec<Vec<u32>>, bool), ApiError> {
+    let encode = |text: &str| reading::tokenize(served, client, "text", text, true);
     let (prompts, batch) = match (fields.take("text"), fields.take("input_ids")) {
         (Some(_), Some(_)) => {
             return Err(ApiError::field("input_ids", "and text exclude each other"));

@@ -9,24 +9,22 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::{Fields, as_texts, as_tokens, name_of};
 use super::super::openai::tokenize_chat;
+use super::super::reading::{self, Client};
 use super::super::state::{Served, Server};
 
 /// Text, texts or a conversation to token ids.
 pub(in crate::server) async fn tokenize(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.served()?;
-    tokio::task::spawn_blocking(move || read_tokenize(fields, &served, &server))
-        .await
-        .map_err(|_| ApiError::internal("tokenizing failed"))?
+    reading::reading(move |client| read_tokenize(fields, &served, &server, client)).await
 }
 
-fn read_tokenize(mut fields: Fields, served: &Served, server: &Server) -> Result<Response, ApiError> {
+fn read_tokenize(mut fields: Fields, served: &Served, server: &Server, client: &Client) -> Result<Response, ApiError> {
     let add_special = fields.bool("add_special_tokens")?.unwrap_or(true);
     let prompt = fields.take("prompt");
     let messages = fields.take("messages");
     fields.text("model")?;
     fields.finish(&[], &server.unknown)?;
-    let encode =
-        |text: &str| served.tokenizer.encode(text, add_special).map_err(|error| ApiError::field("prompt", error));
+    let encode = |text: &str| reading::tokenize(served, client, "prompt", text, add_special);
     let (tokens, count) = match (prompt, messages) {
         (Some(_), Some(_)) => {
             return Err(ApiError::field("messages", "and prompt exclude each other"));
@@ -35,7 +33,7 @@ fn read_tokenize(mut fields: Fields, served: &Served, server: &Server) -> Result
             return Err(ApiError::field("prompt", "is missing; give prompt or messages"));
         }
         (None, Some(messages)) => {
-            let ids = tokenize_chat(served, messages, &Map::new())?;
+            let ids = tokenize_chat(served, messages, &Map::new(), client)?;
             (json!(ids), json!(ids.len()))
         }
         (Some(Value::String(text)), None) => {

@@ -97,7 +97,7 @@ pub(in crate::server) async fn flush_cache(
         .get(header::ACCEPT)
         .and_then(|accept| accept.to_str().ok())
         .is_some_and(|accept| accept.contains("application/json"));
-    let report = Report { tiers, flushed, cleared };
+    let report = Report { tiers, has_host: served.host_tokens > 0, flushed, cleared };
     Ok(match wants_json {
         true => Json(report.json()).into_response(),
         false => report.words().into_response(),
@@ -107,6 +107,8 @@ pub(in crate::server) async fn flush_cache(
 /// What a flush came to.
 struct Report {
     tiers: FlushTiers,
+    /// Whether there is a host tier; without one there is nothing to say of it.
+    has_host: bool,
     flushed: Flushed,
     /// What the storage tier said, if it was there to be emptied.
     cleared: Option<String>,
@@ -116,7 +118,8 @@ impl Report {
     /// Names of the tiers that were emptied, and of those that were kept.
     fn lists(&self) -> (Vec<&'static str>, Vec<&'static str>) {
         let tiers = [("device", self.tiers.device), ("host", self.tiers.host), ("storage", self.cleared.is_some())];
-        let (emptied, kept): (Vec<_>, Vec<_>) = tiers.into_iter().partition(|(_, done)| *done);
+        let there = tiers.into_iter().filter(|(name, _)| self.has_host || *name != "host");
+        let (emptied, kept): (Vec<_>, Vec<_>) = there.partition(|(_, done)| *done);
         let names = |list: Vec<(&'static str, bool)>| list.into_iter().map(|(n, _)| n).collect();
         (names(emptied), names(kept))
     }
@@ -142,15 +145,16 @@ impl Report {
         };
         let flushed = &self.flushed;
         let mut text = format!(
-            "Cache flushed.\nemptied: {}\nkept: {}\ndevice: {} pages freed, {} in use stayed\n\
-             host: {} pages freed, {} in use stayed\n",
+            "Cache flushed.\nemptied: {}\nkept: {}\ndevice: {} pages freed, {} in use stayed\n",
             list(emptied),
             list(kept),
             flushed.device_freed,
             flushed.device_kept,
-            flushed.host_freed,
-            flushed.host_kept,
         );
+        if self.has_host {
+            let (freed, stayed) = (flushed.host_freed, flushed.host_kept);
+            text.push_str(&format!("host: {freed} pages freed, {stayed} in use stayed\n"));
+        }
         if let Some(cleared) = &self.cleared {
             text.push_str(&format!("storage: {cleared}\n"));
         }
@@ -177,6 +181,7 @@ mod tests {
     fn the_text_begins_as_sglangs_and_lists_the_tiers() {
         let report = Report {
             tiers: FlushTiers { device: true, host: true, storage: false },
+            has_host: true,
             flushed: Flushed { device_freed: 9, device_kept: 3, host_freed: 7, host_kept: 0 },
             cleared: None,
         };
@@ -185,5 +190,8 @@ mod tests {
         assert!(text.contains("emptied: device, host\nkept: storage\n"), "{text}");
         assert!(text.contains("9 pages freed, 3 in use stayed"), "{text}");
         assert_eq!(report.json()["kept"], json!(["storage"]));
+        let without = Report { has_host: false, ..report };
+        assert!(!without.words().contains("host"), "{}", without.words());
+        assert_eq!(without.json()["emptied"], json!(["device"]), "there is no host tier to empty");
     }
 }

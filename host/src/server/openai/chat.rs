@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, Unserved};
+use super::super::reading::{self, Client};
 use super::super::sampling::{OpenAi, chat_name};
 use super::super::sse;
 use super::super::state::{Served, Server};
@@ -50,10 +51,8 @@ pub(super) struct Chat {
 pub(in crate::server) async fn chat_completions(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
     let reading = served.clone();
-    // Templates and tokenizers take milliseconds on long prompts.
-    let Chat { common, logprobs, request } = tokio::task::spawn_blocking(move || read(fields, &reading, &server))
-        .await
-        .map_err(|_| ApiError::internal("reading the request failed"))??;
+    let Chat { common, logprobs, request } =
+        reading::reading(move |client| read(fields, &reading, &server, client)).await?;
     let streams = common::submit(&served, vec![request], chat_name)?;
     if common.stream {
         let chunks = ChatChunks::new(common, logprobs, served.tokenizer.clone());
@@ -91,7 +90,7 @@ fn choice(served: &Served, sample: &Completion, with_logprobs: bool) -> Value {
     })
 }
 
-fn read(mut fields: Fields, served: &Served, server: &Server) -> Result<Chat, ApiError> {
+fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -> Result<Chat, ApiError> {
     let common = Common::read(&mut fields, OpenAi::Chat, served)?;
     let with_logprobs = fields.bool("logprobs")?.unwrap_or(false);
     let top = fields.integer_in("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
@@ -114,7 +113,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server) -> Result<Chat, Ap
         variables.entry("reasoning_effort").or_insert_with(|| effort.into());
     }
     common::finish(fields, UNSERVED, &server.unknown)?;
-    let prompt_ids = tokenize_chat(served, conversation, &variables)?;
+    let prompt_ids = tokenize_chat(served, conversation, &variables, client)?;
     let request = Request {
         logprobs: LogprobOptions {
             output: with_logprobs,
@@ -131,6 +130,7 @@ pub(in crate::server) fn tokenize_chat(
     served: &Served,
     conversation: Value,
     variables: &Map<String, Value>,
+    client: &Client,
 ) -> Result<Vec<u32>, ApiError> {
     let Some(template) = &served.template else {
         return Err(ApiError::bad_request("this model has no chat template; use /v1/completions or /generate"));
@@ -145,5 +145,5 @@ pub(in crate::server) fn tokenize_chat(
         other => ApiError::internal(other.to_string()),
     })?;
     // The template has put the special tokens in already.
-    served.tokenizer.encode(&text, false).map_err(|error| ApiError::bad_request(error.to_string()))
+    reading::tokenize(served, client, "messages", &text, false)
 }

@@ -168,6 +168,8 @@ pub(super) fn submit(
     requests: Vec<Request>,
     names: fn(&str) -> String,
 ) -> Result<Vec<RequestStream>, ApiError> {
+    let n = requests.first().map_or(1, |request| request.n);
+    served.engine.check_samples(requests.len(), n).map_err(|error| ApiError::from_submit(error, names))?;
     // Streams that are dropped on the way out cancel what was taken already.
     requests
         .into_iter()

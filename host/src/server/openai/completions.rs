@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, Unserved, as_integer, as_tokens, name_of};
+use super::super::reading::{self, Client};
 use super::super::sampling::{OpenAi, completions_name};
 use super::super::sse;
 use super::super::state::{Group, Served, Server};
@@ -42,10 +43,7 @@ pub(super) struct TextRequest {
 pub(in crate::server) async fn completions(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
     let (reading, reader) = (served.clone(), server.clone());
-    // Tokenizers take milliseconds on long prompts.
-    let mut text = tokio::task::spawn_blocking(move || read(fields, &reading, &reader))
-        .await
-        .map_err(|_| ApiError::internal("reading the request failed"))??;
+    let mut text = reading::reading(move |client| read(fields, &reading, &reader, client)).await?;
     if text.requests.len() > 1 {
         let members = text.requests.iter().map(|request| request.id.clone()).collect();
         text.group = Some(server.group(&text.common.id, members)?);
@@ -95,7 +93,7 @@ fn choice(served: &Served, text: &TextRequest, echo: &str, index: u64, sample: &
     })
 }
 
-fn read(mut fields: Fields, served: &Served, server: &Server) -> Result<TextRequest, ApiError> {
+fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -> Result<TextRequest, ApiError> {
     let common = Common::read(&mut fields, OpenAi::Completions, served)?;
     let echo = fields.bool("echo")?.unwrap_or(false);
     let logprobs = match fields.take("logprobs") {
@@ -120,9 +118,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server) -> Result<TextRequ
     let mut echoes = Vec::new();
     for (number, prompt) in prompts.into_iter().enumerate() {
         let ids = match &prompt {
-            Prompt::Text(text) => {
-                served.tokenizer.encode(text, true).map_err(|error| ApiError::field("prompt", error))?
-            }
+            Prompt::Text(text) => reading::tokenize(served, client, "prompt", text, true)?,
             Prompt::Tokens(ids) => ids.clone(),
         };
         if echo {

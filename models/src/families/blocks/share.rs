@@ -54,6 +54,9 @@ impl Cut {
     }
 }
 
+/// Largest number of ranks that a refusal names as fitting.
+const MOST_NAMED: usize = 64;
+
 impl Share {
     /// The rank behind `group`.
     pub(crate) fn new(group: Arc<dyn Collective>) -> Self {
@@ -90,7 +93,12 @@ impl Share {
     pub(crate) fn deal(&self, path: &Path, total: usize, what: &str) -> Result<Range<usize>, ModelError> {
         let size = self.size();
         if !total.is_multiple_of(size) {
-            return Err(refused(path, size, format!("it has {total} {what}, which {size} does not divide")));
+            let fitting: Vec<String> = (1..=total.min(MOST_NAMED))
+                .filter(|size| total.is_multiple_of(*size))
+                .map(|size| size.to_string())
+                .collect();
+            let what = format!("it has {total} {what}, which {size} does not divide ({} would)", fitting.join(", "));
+            return Err(refused(path, size, what));
         }
         let each = total / size;
         Ok(self.rank() * each..(self.rank() + 1) * each)
@@ -272,7 +280,10 @@ mod tests {
         let dealt: Vec<_> = shares(4).iter().map(|share| share.deal(path, 8, "query heads").unwrap()).collect();
         assert_eq!(dealt, [0..2, 2..4, 4..6, 6..8]);
         let error = shares(4)[0].deal(path, 6, "query heads").unwrap_err().to_string();
-        assert_eq!(error, "m: can't be spread over 4 ranks: it has 6 query heads, which 4 does not divide");
+        assert_eq!(
+            error,
+            "m: can't be spread over 4 ranks: it has 6 query heads, which 4 does not divide (1, 2, 3, 6 would)"
+        );
     }
 
     #[test]
