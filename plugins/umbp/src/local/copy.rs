@@ -19,6 +19,20 @@ pub(super) const ROUND: u64 = 32 << 20;
 /// How often the copying threads look by themselves.
 const IDLE: Duration = Duration::from_millis(500);
 
+/// How long who needs room looks away from a segment that somebody else is writing to, and how often.
+const WAIT: Duration = Duration::from_millis(20);
+const WAITS: u32 = 250;
+
+/// What became of a segment that was written anew.
+enum Compacted {
+    /// Its file is gone.
+    Gone,
+    /// Another thread is writing a record to it; it goes with that.
+    Held,
+    /// It could not be written anew.
+    Failed,
+}
+
 /// Copies of values that are right.
 struct Values(Vec<parking_lot::Mutex<Option<Vec<u8>>>>);
 
@@ -284,16 +298,20 @@ impl Tiers {
             drop(state);
             self.forget(&places);
         }
-        let mut sealed = false;
+        let (mut sealed, mut waits) = (false, 0);
         while disk.bytes() + bytes > disk.files {
             let sparsest = disk.logs.iter().enumerate().filter_map(|(drive, log)| Some((drive, log.sparsest()?)));
             let sparsest = sparsest.min_by_key(|(_, segment)| segment.live() * 1024 / segment.len().max(1));
             match sparsest {
-                Some((drive, segment)) => {
-                    if !self.compact(drive, &segment) {
-                        return disk.bytes() + bytes <= disk.files;
+                Some((drive, segment)) => match self.compact(drive, &segment) {
+                    Compacted::Gone => {}
+                    // Whoever writes there needs no room any more, and is done soon.
+                    Compacted::Held if waits < WAITS => {
+                        waits += 1;
+                        self.wait(WAIT);
                     }
-                }
+                    Compacted::Held | Compacted::Failed => return disk.bytes() + bytes <= disk.files,
+                },
                 None if !sealed => {
                     disk.logs.iter().for_each(crate::segment::Log::tidy);
                     sealed = true;
@@ -305,8 +323,8 @@ impl Tiers {
     }
 
     /// Writes what still counts of a segment anew, so that its file goes.
-    fn compact(&self, drive: usize, segment: &std::sync::Arc<crate::segment::Segment>) -> bool {
-        let Some(disk) = &self.disk else { return false };
+    fn compact(&self, drive: usize, segment: &std::sync::Arc<crate::segment::Segment>) -> Compacted {
+        let Some(disk) = &self.disk else { return Compacted::Failed };
         let found: Vec<(u32, std::sync::Arc<[u8]>, Place)> = {
             let state = self.state.read();
             let here = state.slots().filter_map(|(slot, entry)| {
@@ -326,15 +344,12 @@ impl Tiers {
             let (now, later) = rest.split_at(fit.count().max(1).min(rest.len()));
             rest = later;
             if !self.move_records(now) {
-                return false;
+                return Compacted::Failed;
             }
         }
-        if let Some(log) = disk.logs.get(drive) {
-            log.drop_segment(segment);
-            // A record that is being written out by another thread may still hold it; it goes with that.
-            return !log.has(segment);
-        }
-        false
+        let Some(log) = disk.logs.get(drive) else { return Compacted::Failed };
+        log.drop_segment(segment);
+        if log.has(segment) { Compacted::Held } else { Compacted::Gone }
     }
 
     fn move_records(&self, records: &[(u32, std::sync::Arc<[u8]>, Place)]) -> bool {
