@@ -17,7 +17,7 @@ mod shape;
 use std::io;
 use std::path::{Path, PathBuf};
 
-pub use agree::{Agreement, Course, agreement};
+pub use agree::{Agreement, Course, Flips, SINGLE, agreement};
 pub use fill::{fill, token_ids};
 pub use fixture::Fixture;
 #[cfg(test)]

@@ -93,6 +93,8 @@ std::unique_ptr<unsigned char[]> dynamic_memory;
 unsigned char* stacks = nullptr;
 unsigned running = 0;
 bool copies_at_once = false;
+// Whether products of warpgroups are made when they are begun, or when they are waited for.
+bool products_at_once = false;
 // Bulk copies that have been started.
 struct Bulk {
     void* to;
@@ -377,7 +379,7 @@ void Product::perform() const {
 }
 
 void product_later(const Product& product) {
-    if (copies_at_once) {
+    if (products_at_once) {
         product.perform();
     } else {
         // Nobody reads these sums before they are there.
@@ -432,6 +434,7 @@ void run(const Launched& what, dim3 grid, dim3 block, uint32_t shared_bytes, uin
     std::mt19937_64 random(seed);
     launched = &what;
     copies_at_once = seed % 2 == 1;
+    products_at_once = seed / 2 % 2 == 1;
     block_size = block;
     grid_size = grid;
     uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;

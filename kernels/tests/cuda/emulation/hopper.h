@@ -1,6 +1,6 @@
 // What hopper.cuh stands for, on the CPU.
 //
-// Bulk copies and products happen at once, or as late as somebody waits for them, by the seed of the launch. What a product reads of shared memory it reads when it happens.
+// Bulk copies happen at once, or as late as somebody waits for them, and so do products, by the seed of the launch. What a product reads of shared memory it reads when it happens.
 #pragma once
 
 #include "emulation.h"
