@@ -121,7 +121,6 @@ fn measure(bench: &Bench, requests: usize, moments: Moments) -> Result<Vec<f64>>
             plugins: None,
             page_size: page_size as u32,
             ranks: 1,
-            context_ranks: 1,
         },
     );
     let tokens = (shape.pages * page_size) as u64;

@@ -343,7 +343,8 @@ impl Config {
 
 /// The port for handshakes of one rank of a server, all of which have one configuration: they follow one another. 0 stays any.
 fn port_of_rank(instance: &str, first: u16, identity: &Identity) -> Result<u16> {
-    let rank = identity.pp.0 * identity.tp.1.max(1) + identity.tp.0;
+    let ranks = [identity.pp, identity.cp, identity.tp];
+    let rank = ranks.iter().fold(0, |number, (rank, size)| number * size.max(&1) + rank);
     if first == 0 {
         return Ok(0);
     }

@@ -384,15 +384,16 @@ impl Config {
         self.dram.page = self.dram.page.min(self.dram.capacity / 4096 * 4096);
     }
 
-    /// Each rank of a server has a directory of its own, unless ranks share one by their roles, or all hold the same bytes: then one of them stores, and
-    /// all read. A node of a cluster has one in each case.
+    /// Each rank of a server has a directory of its own, unless ranks share one by their roles, or hold the same bytes, as context-parallel ones do: then
+    /// one of them stores, and all read. A node of a cluster has one in each case.
     fn place(&mut self, identity: &Identity) {
         if self.role != Role::Standalone {
             return;
         }
         let alike = identity.replicated && self.distributed.is_none();
         let tp = if alike { (0, 1) } else { identity.tp };
-        let ranks = [("dp", identity.dp), ("pp", identity.pp), ("tp", tp)];
+        let cp = if self.distributed.is_none() { (0, 1) } else { identity.cp };
+        let ranks = [("dp", identity.dp), ("pp", identity.pp), ("cp", cp), ("tp", tp)];
         let name: Vec<String> =
             ranks.iter().filter(|(_, rank)| rank.1 > 1).map(|(what, rank)| format!("{what}{}", rank.0)).collect();
         if let Some(ssd) = self.ssd.as_mut().filter(|_| !name.is_empty()) {
@@ -410,10 +411,14 @@ impl Config {
         let node = self.distributed.as_mut().map(|cluster| &mut cluster.node_id);
         for id in server.into_iter().chain(node).filter(|id| !id.is_empty()) {
             id.push_str(&format!(":dp{}:pp{}:tp{}", identity.dp.0, identity.pp.0, identity.tp.0));
+            if identity.cp.1 > 1 {
+                id.push_str(&format!(":cp{}", identity.cp.0));
+            }
         }
         let alone = self.ssd.is_none() && self.standalone.is_none() && self.distributed.is_none();
-        if identity.replicated && alone {
-            self.shared = Some(format!("{instance} dp{} pp{}", identity.dp.0, identity.pp.0));
+        if alone && (identity.replicated || identity.cp.1 > 1) {
+            let tp = if identity.replicated { 0 } else { identity.tp.0 };
+            self.shared = Some(format!("{instance} dp{} pp{} tp{tp}", identity.dp.0, identity.pp.0));
         }
     }
 }

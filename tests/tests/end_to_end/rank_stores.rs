@@ -156,20 +156,22 @@ fn servers_over_ranks_share_a_umbp_cluster_layer_by_layer() {
     through_umbp(true);
 }
 
-/// Ranks whose pages differ have memory of their own; those that hold the same bytes share it.
+/// Ranks whose pages differ have memory of their own; those that hold the same bytes, as context-parallel ones do, share it.
 #[test]
 fn pages_of_ranks_come_from_umbp_in_the_memory_of_the_server() {
-    for (name, ranks) in SPREAD {
+    let context = [("gpt_oss", 1, 2), ("qwen3_moe", 2, 2)];
+    for (name, ranks, context) in SPREAD.map(|(name, ranks)| (name, ranks, 1)).into_iter().chain(context) {
         for linked in [false, true] {
             let (model, plugin) = (Model::write(name), paths::umbp_plugin());
             let server = over(ranks, linked, model.folder.path())
                 .set("storage.backend", "\"umbp\"")
                 .set("storage.plugin_path", json!([plugin.parent().unwrap()]))
+                .set("engine.cp_size", context)
                 .set("storage.umbp.ssd_enabled", false)
                 .set("storage.umbp.dram_capacity_bytes", "\"64MiB\"")
                 .set("storage.umbp.dram_page_size", 4096)
                 .start();
-            let told = format!("{name} over {ranks} ranks, linker mode {linked}");
+            let told = format!("{name} over {ranks} times {context} ranks, linker mode {linked}");
             let prompt = model.ids("memory", PAGES * PAGE + 5);
             let (cold, usage) = server.client().generate(&prompt, 6);
             assert_eq!(usage.cached(), 0, "{told}: {usage:?}");

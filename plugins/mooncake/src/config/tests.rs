@@ -248,6 +248,8 @@ fn a_fixed_port_grows_with_the_rank() {
     assert_eq!(of(7000, (0, 1), (0, 1)).unwrap(), 7000);
     assert_eq!(of(7000, (1, 2), (1, 2)).unwrap(), 7003);
     assert_eq!(of(0, (1, 2), (0, 1)).unwrap(), 0);
+    let context = Identity { cp: (1, 2), tp: (0, 2), ..kvdock_plugin_api::mock::identity("model") };
+    assert_eq!(port_of_rank("mooncake", 7000, &context).unwrap(), 7002);
     let error = of(65535, (1, 2), (0, 1)).unwrap_err();
     assert!(error.message.contains("storage.mooncake.local_hostname") && error.message.contains("rank 1"), "{error}");
 }

@@ -246,7 +246,7 @@ impl Reader {
 
 /// Whether a worker is one of several ranks of its server.
 pub fn is_one_of_several(identity: &Identity) -> bool {
-    [identity.dp, identity.pp, identity.tp].iter().any(|(_, size)| *size > 1)
+    [identity.dp, identity.pp, identity.cp, identity.tp].iter().any(|(_, size)| *size > 1)
 }
 
 /// The number of a worker among all of its server. Where ranks are processes, their launcher may have numbered them.
@@ -256,7 +256,9 @@ pub fn rank(identity: &Identity, variable: &dyn Fn(&str) -> Option<String>) -> u
     {
         return local;
     }
-    (identity.dp.0 * identity.pp.1.max(1) + identity.pp.0) * identity.tp.1.max(1) + identity.tp.0
+    [identity.dp, identity.pp, identity.cp, identity.tp]
+        .iter()
+        .fold(0, |number, (rank, size)| number * size.max(&1) + rank)
 }
 
 /// Takes out of the environment's part what does not go with the mode that was chosen.

@@ -257,11 +257,31 @@ fn ports_grow_with_the_rank_or_are_listed() {
 }
 
 fn of_rank(json: &str, tp: (u32, u32), replicated: bool) -> Config {
+    of_identity(json, &Identity { tp, replicated, ..identity("model") })
+}
+
+fn of_identity(json: &str, who: &Identity) -> Config {
     let mut config = parse(json).unwrap();
-    let who = Identity { tp, replicated, ..identity("model") };
-    config.place(&who);
-    config.tell_apart("near", &who);
+    config.place(who);
+    config.tell_apart("near", who);
     config
+}
+
+/// They hold the same bytes, and the ranks with the first part of the tokens store them.
+#[test]
+fn context_parallel_ranks_share_a_store_and_are_nodes_of_their_own() {
+    let of = |json, cp, tp| of_identity(json, &Identity { cp: (cp, 2), tp: (tp, 2), ..identity("model") });
+    let dir = |json, cp, tp| of(json, cp, tp).ssd.unwrap().dirs[0].display().to_string();
+    let local = r#"{"ssd_storage_dir":"/a"}"#;
+    assert_eq!([dir(local, 0, 1), dir(local, 1, 1)], ["/a/tp1", "/a/tp1"]);
+    let memory = |cp, tp| of(r#"{"ssd_enabled":false}"#, cp, tp).shared;
+    assert!(memory(0, 1).is_some() && memory(0, 1) == memory(1, 1) && memory(0, 0) != memory(0, 1));
+    let cluster = r#"{"ssd_storage_dir":"/a","master_address":"m:5","node_id":"one"}"#;
+    assert_eq!([dir(cluster, 0, 1), dir(cluster, 1, 1)], ["/a/cp0_tp1", "/a/cp1_tp1"]);
+    let node = |cp| of(cluster, cp, 1).distributed.unwrap().node_id;
+    assert_eq!([node(0), node(1)], ["one:dp0:pp0:tp1:cp0", "one:dp0:pp0:tp1:cp1"]);
+    let number = |cp, tp| distributed::rank(&Identity { cp: (cp, 2), tp: (tp, 2), ..identity("model") }, &|_| None);
+    assert_eq!([number(0, 0), number(0, 1), number(1, 0), number(1, 1)], [0, 1, 2, 3]);
 }
 
 #[test]
