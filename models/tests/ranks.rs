@@ -196,7 +196,8 @@ fn what_does_not_divide_is_refused_with_the_reason() {
     };
     let tiny = || TinyModel::new(TinyKind::Llama);
     let error = refusal(tiny(), 3);
-    assert!(error.ends_with("can't be spread over 3 ranks: it has 4 query heads, which 3 does not divide"), "{error}");
+    let told = "can't be spread over 3 ranks: it has 4 query heads, which 3 does not divide (1, 2, 4 would)";
+    assert!(error.ends_with(told), "{error}");
     let error = refusal(TinyModel { heads: 6, kv_heads: 3, ..tiny() }, 2);
     assert!(error.contains("it has 3 KV heads, which 2 does not divide"), "{error}");
     let error = refusal(TinyModel { intermediate: 126, ..tiny() }, 4);

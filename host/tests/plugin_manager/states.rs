@@ -42,7 +42,9 @@ fn an_attach_that_failed_is_told_with_its_reason() {
     let (plugins, store, sink) = (plugin_folder(b""), tempfile::tempdir().unwrap(), Sink::new());
     let manager = manager(&sink, plugins.path(), vec![table("file", store.path())], "file", true);
     manager.attach_configured().unwrap();
-    let nowhere = Some(json!({"plugin": "file", "dir": "/proc/none/such"}));
+    let taken = store.path().join("taken");
+    std::fs::write(&taken, "no folder").unwrap();
+    let nowhere = Some(json!({"plugin": "file", "dir": taken.join("such")}));
     let error = manager.attach(request_in(AttachMode::Add, "other", nowhere)).unwrap_err().to_string();
     let status = manager.status();
     assert_eq!((status.backends.len(), status.past.len()), (1, 1), "nothing has changed");

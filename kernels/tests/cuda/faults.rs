@@ -62,14 +62,6 @@ fn sums_that_are_not_waited_for_are_found() {
     in_hopper("wgmma_wait<0>();\n        hold(sums);", "wgmma_wait<1>();\n        hold(sums);");
 }
 
-/// Values are overwritten while they are multiplied.
-#[test]
-fn values_that_are_let_go_of_too_soon_are_found() {
-    let soften = "        soften(base);\n        wgmma_wait<0>();\n        hold(sums);\n";
-    let free = "        if (lane == 0) barrier_arrive(shared.free + (turn - 1) % STAGES);\n";
-    in_hopper(&format!("{soften}{free}"), &format!("{free}{soften}"));
-}
-
 #[test]
 fn a_box_from_the_page_before_is_found() {
     in_hopper("first_page + table[at / page_tokens]", "first_page + table[(at + 8) / page_tokens]");

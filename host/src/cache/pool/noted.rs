@@ -5,10 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
+/// A page, and one of the named pools.
+type Place = (u32, usize);
+
 /// Checksums by page and named pool.
 #[derive(Default)]
 pub(super) struct Noted {
-    sums: Mutex<HashMap<(u32, usize), Box<[u32]>>>,
+    sums: Mutex<HashMap<Place, Box<[u32]>>>,
     /// How many there are: none, where no device takes any, so that nobody waits for the lock there.
     count: AtomicUsize,
 }
