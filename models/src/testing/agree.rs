@@ -122,7 +122,6 @@ impl Pair {
         if let (true, Memory::Many(expected), Memory::Many(found)) =
             (self.packed, &self.reference.memory, &self.device.memory)
         {
-            // A chunk's later layers see what its earlier ones have rounded.
             let is_chunk = pieces.iter().any(|(_, tokens, ..)| tokens.len() > 1);
             let flips = packed::align(expected, found, is_chunk)?;
             flipped = flips.flipped > 0;
