@@ -284,7 +284,8 @@ impl Lives {
         let opened = rustix::fs::openat(&root.dir, Owner::path(id), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
         let liveness = match opened {
             Err(_) => Liveness::Unknown,
-            Ok(file) => match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            // A shared lock: of two that look at the same moment neither takes the other for the owner.
+            Ok(file) => match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
                 Ok(()) => Liveness::Dead,
                 Err(_) => Liveness::Alive,
             },
@@ -304,8 +305,9 @@ impl Lives {
         leftover && rustix::fs::unlinkat(folder, name, AtFlags::empty()).is_ok()
     }
 
-    /// Removes the lock files of the dead, once all they left was looked at.
-    pub fn bury(&mut self, root: &Root) -> io::Result<()> {
+    /// Finds out who is dead already, for [`Lives::bury`]. To be called before anything is looked through: who dies later may leave files in folders
+    /// that were passed by then, which nobody could tell for leftovers once the lock file is gone.
+    pub fn look(&mut self, root: &Root) -> io::Result<Vec<String>> {
         let owners = open_folder(root.dir.as_fd(), OWNERS)?;
         let mut dead = Vec::new();
         list(owners.as_fd(), |name| {
@@ -314,8 +316,18 @@ impl Lives {
             }
         })?;
         dead.retain(|name| self.of(root, name) == Liveness::Dead);
+        Ok(dead)
+    }
+
+    /// Removes the lock files of these dead, once all they left was looked at.
+    pub fn bury(root: &Root, dead: &[String]) -> io::Result<()> {
+        let owners = open_folder(root.dir.as_fd(), OWNERS)?;
         for name in dead {
-            rustix::fs::unlinkat(&owners, name.as_str(), AtFlags::empty())?;
+            match rustix::fs::unlinkat(&owners, name.as_str(), AtFlags::empty()) {
+                // Another instance was first.
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(error) => return Err(error.into()),
+            }
         }
         Ok(())
     }
@@ -339,6 +351,46 @@ pub fn namespaces(root: &Root) -> io::Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_dies_while_a_folder_is_looked_through_keeps_the_lock_file_for_the_next_look() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = Root::create(scratch.path(), &[7; 32], "{}").unwrap();
+        let (before, during) = (Owner::new(), Owner::new());
+        for owner in [&before, &during] {
+            owner.ensure(&root).unwrap();
+        }
+        let lock_of = |owner: &Owner| scratch.path().join(Owner::path(owner.id()));
+        // As the system does it when a process is killed: the lock goes, the file stays.
+        before.file.lock().take();
+        let mut lives = Lives::default();
+        let dead = lives.look(&root).unwrap();
+        during.file.lock().take();
+        Lives::bury(&root, &dead).unwrap();
+        assert!(!lock_of(&before).exists() && lock_of(&during).exists());
+        assert_eq!(Lives::default().look(&root).unwrap(), [during.id()]);
+        // Another instance may have been first.
+        Lives::bury(&root, &dead).unwrap();
+    }
+
+    #[test]
+    fn two_that_look_at_the_same_moment_do_not_take_each_other_for_the_owner() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = Root::create(scratch.path(), &[7; 32], "{}").unwrap();
+        let owner = Owner::new();
+        owner.ensure(&root).unwrap();
+        assert_eq!(Lives::default().of(&root, owner.id()), Liveness::Alive);
+        owner.file.lock().take();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        assert_eq!(Lives::default().of(&root, owner.id()), Liveness::Dead);
+                    }
+                });
+            }
+        });
+    }
 
     #[test]
     fn a_damaged_mark_says_what_to_do_and_without_it_the_folder_is_taken() {

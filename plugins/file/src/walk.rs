@@ -35,6 +35,8 @@ impl Store {
     pub fn first_look(&self) {
         let root = self.root();
         let mut lives = Lives::default();
+        // Lock files that can't be listed stay until the next start.
+        let dead = lives.look(&root).unwrap_or_default();
         for byte in 0..=255 {
             if self.is_stopping() {
                 return;
@@ -50,7 +52,7 @@ impl Store {
         if self.is_stopping() {
             return;
         }
-        let _ = lives.bury(&root);
+        let _ = Lives::bury(&root, &dead);
         self.scanned.store(true, Ordering::Release);
         let message = format!("{} pages found, {} bytes in the directory", self.index.pages(), self.bytes_used());
         self.host.log(LogLevel::Info, "store", &message);

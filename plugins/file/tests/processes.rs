@@ -162,6 +162,8 @@ fn two_copies_of_a_small_page_become_one_and_go_together() {
 fn temporary_files_of_the_living_stay_and_those_of_the_dead_go() {
     let bench = Bench::new(large_pool(4), "");
     assert!(bench.set(&[1]).all_ok());
+    // Its own first look takes whoever is dead by then, and what they left by then.
+    wait_for("the first look", || bench.host.logs().iter().any(|line| line.message.contains("pages found")));
     let folder = bench.file_of(1).parent().unwrap().to_owned();
     let owners = bench.dir.join("owners");
     let living = std::fs::read_dir(&owners).unwrap().flatten().next().unwrap().file_name().into_string().unwrap();
