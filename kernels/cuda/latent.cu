@@ -1,21 +1,8 @@
 // Attention over rows that are keys and values at once: MLA, dense or over picked rows, and DeepSeek-V4's over a window and compressed rows.
 //
-// A row of queries sees up to two runs of pool rows, first those of a, then those of b; each is a range of a sequence's rows or a list of them. The keys are numbered through both, and
-// split s has numbers s * split_rows and following. Parts are merged as those of paged attention.
-//
 // A block takes HEADS heads and a split: 16 rows at a time become f32 in shared memory; 128 threads make the scores of 16 rows and 8 heads, then each thread adds values of its columns.
-// Plain arithmetic, no tensor cores: correct first. Bound by arithmetic from 8 heads on: 2 * heads * (WIDTH + VALUE) operations a row of WIDTH elements.
-#include "rows.cuh"
-
-#if ROW_TYPE == 0
-typedef PlainRows<F32> Rows;
-#elif ROW_TYPE == 1
-typedef PlainRows<F16> Rows;
-#elif ROW_TYPE == 2
-typedef PlainRows<BF16> Rows;
-#else
-typedef PackedRows Rows;
-#endif
+// Plain arithmetic, no tensor cores: for rows of f32, and for sizes that latent_tiles.cu does not take. Bound by arithmetic from 8 heads on: 2 * heads * (WIDTH + VALUE) operations a row of WIDTH elements.
+#include "latent.cuh"
 
 #define THREADS 128
 #define HEADS 8
@@ -25,26 +12,10 @@ typedef PackedRows Rows;
 constexpr u32 STRIDE = WIDTH | 1;
 constexpr u32 COLUMNS = (VALUE + THREADS - 1) / THREADS;
 
-// A run of pool rows that a row of queries sees.
-struct Run {
-    const u8* pool;
-    const u32* table;
-    const u32* list;
-    u32 first, count, page_rows;
-    u64 page_bytes;
-
-    __device__ __forceinline__ f32 element(u32 number, u32 i) const {
-        const u32 row = list ? list[number] : first + number;
-        const u8* page = pool + table[row / page_rows] * page_bytes;
-        return Rows::element(page + data_at<Rows>(row % page_rows, WIDTH, ROPE),
-                             page + scales_at<Rows>(row % page_rows, page_rows, WIDTH, ROPE), i, WIDTH, ROPE);
-    }
-};
-
-// `run` is [rows, 4]: where the row's page table starts, the first pool row, how many, where its list starts (read if there are lists).
-__device__ __forceinline__ Run run_of(const u8* pool, const u32* tables, const u32* lists, const u32* runs, u32 row, u32 page_rows, u64 page_bytes) {
-    const u32* run = runs + 4 * u64(row);
-    return {pool, tables + run[0], lists ? lists + run[3] : nullptr, run[1], run[2], page_rows, page_bytes};
+// Element i of key `number` of a run.
+__device__ __forceinline__ f32 element(const Run& run, u32 number, u32 i) {
+    const u32 row = run.row(number), page = run.table[row / run.page_rows];
+    return Rows::element(run.data(row, page), run.scales(row, page), i, WIDTH, ROPE);
 }
 
 KERNEL __launch_bounds__(THREADS)
@@ -84,7 +55,7 @@ latent_decode(const f32* q, const u8* pool_a, const u32* tables_a, const u32* li
         __syncthreads();
         for (u32 i = threadIdx.x; i < here * WIDTH; i += THREADS) {
             const u32 number = base + i / WIDTH, d = i % WIDTH;
-            tile[i / WIDTH * STRIDE + d] = number < a.count ? a.element(number, d) : b.element(number - a.count, d);
+            tile[i / WIDTH * STRIDE + d] = number < a.count ? element(a, number, d) : element(b, number - a.count, d);
         }
         __syncthreads();
         // Thread t: row t % 16, head t / 16.
@@ -141,22 +112,4 @@ latent_decode(const f32* q, const u8* pool_a, const u32* tables_a, const u32* li
     }
 }
 
-KERNEL __launch_bounds__(THREADS)
-latent_merge(const f32* partial, const f32* partial_ms, const u32* runs_a, const u32* runs_b, const f32* sinks, f32* out, u32 heads, u32 split_rows, u32 splits) {
-    const u32 head = blockIdx.x, row = blockIdx.y;
-    const u32 end = (runs_a[4 * u64(row) + 2] + runs_b[4 * u64(row) + 2] + split_rows - 1) / split_rows;
-    const u64 at = (u64(row) * heads + head) * splits;
-    f32 most = sinks ? sinks[head] * LOG2_E : -INFINITE;
-    for (u32 s = 0; s < end; s++) most = fmaxf(most, partial_ms[2 * (at + s)]);
-    f32 total = sinks ? exp2f(sinks[head] * LOG2_E - most) : 0.0f;
-    for (u32 s = 0; s < end; s++) total = fmaf(exp2f(partial_ms[2 * (at + s)] - most), partial_ms[2 * (at + s) + 1], total);
-    for (u32 d = threadIdx.x; d < VALUE; d += THREADS) {
-        f32 value = 0.0f;
-        for (u32 s = 0; s < end; s++) value = fmaf(exp2f(partial_ms[2 * (at + s)] - most), partial[(at + s) * VALUE + d], value);
-        // A row that sees nothing gives nothing.
-        out[(u64(row) * heads + head) * VALUE + d] = end == 0 ? 0.0f : value / total;
-    }
-}
-
 EXPORT(latent_decode)
-EXPORT(latent_merge)

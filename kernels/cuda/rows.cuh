@@ -36,6 +36,20 @@ __device__ __forceinline__ f32 from_e4m3(u8 byte) {
     return byte & 0x80 ? -x : x;
 }
 
+// Two bytes of e4m3, the first in the low byte, times a power of two, as two of bf16.
+__device__ __forceinline__ u32 two_from_e4m3(u32 bytes, f32 scale) {
+    u32 out = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        const u32 byte = bytes >> 8 * i & 0xFF;
+        // As bits of an f32 the exponent is too small by 120, also of the smallest numbers.
+        f32 x = __uint_as_float((byte & 0x80) << 24 | (byte & 0x7F) << 20) * power_of_two(120) * scale;
+        if ((byte & 0x7F) == 0x7F) x = __uint_as_float(0x7FC00000u);
+        out |= u32(f32_to_bf16(x)) << 16 * i;
+    }
+    return out;
+}
+
 // Kinds of rows; `element` reads element i of row `index` of a page.
 template <class E>
 struct PlainRows {

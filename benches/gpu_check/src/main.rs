@@ -71,25 +71,33 @@ fn units() -> Vec<Unit> {
     }
     for (dtype, dims, groups) in kernels::HEADS.iter().chain(&timings::HEADS).chain(&MODEL_HEADS) {
         let (dim_k, dim_v) = *dims;
-        if *dtype != KvDtype::F32 && dim_k % 16 == 0 && dim_v % 16 == 0 {
+        let tiles = *dtype != KvDtype::F32 && dim_k % 16 == 0 && dim_v % 16 == 0;
+        if tiles {
             units.push(Unit::Prefill { dtype: *dtype, dim_k, dim_v });
         }
         if *dtype != KvDtype::F32 && dim_k % 64 == 0 && dim_v % 64 == 0 {
             units.push(Unit::PrefillHopper { dtype: *dtype, dim_k, dim_v });
         }
-        units.extend(groups.iter().map(|group| Unit::Decode { dtype: *dtype, dim_k, dim_v, group: *group }));
+        units.extend(groups.iter().map(|group| match tiles {
+            true => Unit::DecodeTiles { dtype: *dtype, dim_k, dim_v, group: *group },
+            false => Unit::Decode { dtype: *dtype, dim_k, dim_v, group: *group },
+        }));
     }
     units.extend([
         Unit::Moe,
         Unit::Narrow,
         Unit::Rows,
         Unit::Index,
+        Unit::IndexTiles { parts: 2 },
         Unit::Compress,
         Unit::Delta,
         Unit::Hyper,
         Unit::Sampling,
     ]);
-    units.extend(FAMILY_ROWS.map(|(format, width, value)| Unit::Latent { format, width, value }));
+    units.extend(FAMILY_ROWS.map(|(format, width, value)| match format {
+        RowFormat::Packed { .. } => Unit::LatentTiles { format, width, value, heads: 16, parts: 2 },
+        _ => Unit::Latent { format, width, value },
+    }));
     let mut seen = std::collections::HashSet::new();
     units.retain(|unit| seen.insert(*unit));
     units

@@ -61,7 +61,7 @@ fn a_bundle_has_code_for_everything_that_the_checks_use() {
     let units = super::units();
     assert!(units.len() > 30, "{}", units.len());
     let names: std::collections::HashSet<String> = units.iter().map(|unit| unit.name()).collect();
-    for name in ["norm", "matmul-q4_k-1", "matmul-q4_k-2", "decode-bf16-128-128-4", "prefill-bf16-128-128"] {
+    for name in ["norm", "matmul-q4_k-1", "matmul-q4_k-2", "decode_tiles-bf16-128-128-4", "prefill-bf16-128-128"] {
         assert!(names.contains(name), "{name} is not among {names:?}");
     }
 }

@@ -81,7 +81,7 @@ impl CudaDevice {
             out: self.floats(op, "out", out, product(op, &[rows, heads, dv])?)?,
             sinks,
         };
-        let in_tiles = dtype != KvDtype::F32 && dk.is_multiple_of(16) && dv.is_multiple_of(16);
+        let in_tiles = fits_tiles(dtype, (dk, dv));
         let queue = self.order.enter();
         match (in_tiles, self.arithmetic) {
             (false, _) => self.in_splits(&call, 0..rows, &queue),
@@ -151,13 +151,7 @@ impl CudaDevice {
         let op = "attention";
         let KvSpec { kv_heads, head_dim_k: dk, head_dim_v: dv, page_tokens, dtype, .. } = *call.pool.spec();
         let splits = splits(call.plan.last_position());
-        let unit = Unit::Decode {
-            dtype,
-            dim_k: dk as u32,
-            dim_v: dv as u32,
-            group: shared_loads(call.heads / kv_heads, dtype, dk.max(dv)) as u32,
-        };
-        let group = shared_loads(call.heads / kv_heads, dtype, dk.max(dv));
+        let Decode { unit, name, group, threads, shared } = decode_of(dtype, (dk, dv), call.heads / kv_heads);
         let row_bytes = 4 * product(op, &[call.heads, splits, dv + 2])?;
         let at_once = (PARTIAL_BYTES / row_bytes).clamp(1, 65_535);
         for first in rows.clone().step_by(at_once) {
@@ -184,10 +178,10 @@ impl CudaDevice {
                 Arg::U32(SPLIT_TOKENS as u32),
                 size(op, "splits", splits)?,
             ];
-            let extent = Extent { grid: [splits, call.heads / group, count], threads: 128, shared: 0 };
+            let extent = Extent { grid: [splits, call.heads / group, count], threads, shared };
             let pages = |tell: &mut dyn FnMut(Touch)| call.pages(tell, first..first + count);
             // SAFETY: plan and pool belong together, so tables name what is there; the buffers have room for the rows.
-            unsafe { self.kernels.launch_touching(unit, "paged_decode", extent, &args, &pages, queue)? };
+            unsafe { self.kernels.launch_touching(unit, name, extent, &args, &pages, queue)? };
             let args = [
                 sums,
                 weights,
@@ -230,10 +224,42 @@ impl Call<'_> {
     }
 }
 
-/// Query heads that share the loads of a KV head: a divisor of those that it has, as many as the kernel can.
-fn shared_loads(group: usize, dtype: KvDtype, dim: usize) -> usize {
-    let most = if dtype != KvDtype::F32 && dim <= 128 { 8 } else { 4 };
-    (1..=most.min(group)).rev().find(|shared| group.is_multiple_of(*shared)).unwrap_or(1)
+/// Whether tensor cores take keys and values of these sizes.
+fn fits_tiles(dtype: KvDtype, (dim_k, dim_v): (usize, usize)) -> bool {
+    dtype != KvDtype::F32 && dim_k.is_multiple_of(16) && dim_v.is_multiple_of(16)
+}
+
+/// The kernel of attention of single rows.
+struct Decode {
+    unit: Unit,
+    name: &'static str,
+    /// Query heads of a block.
+    group: usize,
+    threads: u32,
+    /// Bytes of dynamic shared memory.
+    shared: usize,
+}
+
+fn decode_of(dtype: KvDtype, (dk, dv): (usize, usize), heads_a_kv_head: usize) -> Decode {
+    let (dim_k, dim_v) = (dk as u32, dv as u32);
+    if fits_tiles(dtype, (dk, dv)) {
+        let group = largest_divisor(heads_a_kv_head, 16);
+        let warps = if dk.max(dv) > 128 { 2 } else { 4 };
+        // Two places of sixteen keys and values for each warp, and wide queries.
+        let queries = if dk > 128 { 16 * (dk + 8) } else { 0 };
+        let shared = 2 * (warps * 2 * 16 * (dk + 8 + dv + 8) + queries);
+        let unit = Unit::DecodeTiles { dtype, dim_k, dim_v, group: group as u32 };
+        return Decode { unit, name: "paged_decode_tiles", group, threads: 32 * warps as u32, shared };
+    }
+    let most = if dtype != KvDtype::F32 && dk.max(dv) <= 128 { 8 } else { 4 };
+    let group = largest_divisor(heads_a_kv_head, most);
+    let unit = Unit::Decode { dtype, dim_k, dim_v, group: group as u32 };
+    Decode { unit, name: "paged_decode", group, threads: 128, shared: 0 }
+}
+
+/// The largest divisor of a number up to `most`.
+fn largest_divisor(of: usize, most: usize) -> usize {
+    (1..=most.min(of)).rev().find(|divisor| of.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
 /// Runs of rows that are the only ones of their sequences.
@@ -254,17 +280,28 @@ mod tests {
 
     #[test]
     fn loads_are_shared_as_far_as_the_kernel_can() {
-        for (group, dtype, dim, shared) in [
+        for (heads, dtype, dim, shared) in [
             (1, KvDtype::F16, 64, 1),
             (3, KvDtype::F16, 64, 3),
             (8, KvDtype::BF16, 128, 8),
-            (8, KvDtype::BF16, 256, 4),
+            (8, KvDtype::BF16, 256, 8),
+            (16, KvDtype::F16, 128, 16),
+            (24, KvDtype::F16, 128, 12),
+            (8, KvDtype::F16, 24, 8),
+            (8, KvDtype::F16, 132, 4),
             (8, KvDtype::F32, 64, 4),
-            (16, KvDtype::F16, 128, 8),
             (7, KvDtype::F32, 64, 1),
-            (9, KvDtype::F16, 64, 3),
+            (9, KvDtype::F16, 20, 3),
         ] {
-            assert_eq!(shared_loads(group, dtype, dim), shared, "{group} {dtype:?} {dim}");
+            assert_eq!(decode_of(dtype, (dim, dim), heads).group, shared, "{heads} {dtype:?} {dim}");
+        }
+    }
+
+    #[test]
+    fn tiles_of_single_rows_fit_into_the_smallest_shared_memory() {
+        for dims in [(64, 64), (128, 128), (192, 128), (256, 256)] {
+            let Decode { name, shared, .. } = decode_of(KvDtype::BF16, dims, 8);
+            assert!(name == "paged_decode_tiles" && shared + 1024 <= 99 * 1024, "{dims:?}: {shared}");
         }
     }
 

@@ -22,7 +22,8 @@ pub enum Arithmetic {
     /// Nothing: a row's values do not depend on how many rows are computed with it, so the law of bits holds.
     #[default]
     Reproducible,
-    /// Products with few rows and attention of single rows take kernels of their own, which add in another order.
+    /// Products with few rows and attention of single rows take kernels of their own, which add in another order; tensor cores get numbers rounded to 16 bits
+    /// where they else get two parts.
     Fast,
 }
 
@@ -158,7 +159,7 @@ impl CudaDevice {
         Ok(Self {
             id: next_id(),
             name: format!("cuda {} ({}, {})", gpu.ordinal, gpu.name, gpu.architecture()),
-            numerics_id: format!("cuda-{}-{}-2", gpu.architecture(), arithmetic.name()),
+            numerics_id: format!("cuda-{}-{}-3", gpu.architecture(), arithmetic.name()),
             arithmetic,
             kernels,
             uploads: Arc::new(Uploads::new(&driver)),

@@ -32,6 +32,17 @@ pub enum Unit {
         /// Query heads that share the loads of a KV head.
         group: u32,
     },
+    /// The same in tiles on tensor cores, for 16-bit pools.
+    DecodeTiles {
+        /// Element type of the pool.
+        dtype: KvDtype,
+        /// Elements of a key.
+        dim_k: u32,
+        /// Elements of a value.
+        dim_v: u32,
+        /// Query heads of a block, which share a KV head.
+        group: u32,
+    },
     /// Paged attention, in tiles on tensor cores.
     Prefill {
         /// Element type of the pool.
@@ -78,8 +89,26 @@ pub enum Unit {
         /// How many of them are value.
         value: u32,
     },
+    /// The same in tiles on tensor cores, for rows of 16 bits and packed ones.
+    LatentTiles {
+        /// How rows lie in their pages.
+        format: RowFormat,
+        /// Elements of a row.
+        width: u32,
+        /// How many of them are value.
+        value: u32,
+        /// Heads of a block: 16, 32 or 64.
+        heads: u32,
+        /// 16-bit parts that queries and weights are cut into.
+        parts: u32,
+    },
     /// Scores of an indexer, and the highest of them.
     Index,
+    /// Scores of an indexer in tiles on tensor cores.
+    IndexTiles {
+        /// 16-bit parts that queries are cut into.
+        parts: u32,
+    },
     /// Compressors.
     Compress,
     /// Gated delta nets.
@@ -102,6 +131,7 @@ impl Unit {
             Self::Rope => "rope.cu",
             Self::KvWrite => "kv.cu",
             Self::Decode { .. } => "decode.cu",
+            Self::DecodeTiles { .. } => "decode_tiles.cu",
             Self::Prefill { .. } => "prefill.cu",
             Self::PrefillHopper { .. } => "prefill_hopper.cu",
             Self::Gguf => "gguf.cu",
@@ -112,7 +142,9 @@ impl Unit {
             Self::Narrow => "narrow.cu",
             Self::Rows => "rows.cu",
             Self::Latent { .. } => "latent.cu",
+            Self::LatentTiles { .. } => "latent_tiles.cu",
             Self::Index => "index.cu",
+            Self::IndexTiles { .. } => "index_tiles.cu",
             Self::Compress => "compress.cu",
             Self::Delta => "delta.cu",
             Self::Hyper => "hyper.cu",
@@ -122,38 +154,30 @@ impl Unit {
 
     /// The macros, as options of the compiler.
     pub fn macros(self) -> Vec<String> {
-        let kv = |dtype: KvDtype| match dtype {
-            KvDtype::F32 => 0,
-            KvDtype::F16 => 1,
-            KvDtype::BF16 => 2,
-        };
         match self {
-            Self::Decode { dtype, dim_k, dim_v, group } => vec![
-                format!("-DKV_TYPE={}", kv(dtype)),
+            Self::Decode { dtype, dim_k, dim_v, group } | Self::DecodeTiles { dtype, dim_k, dim_v, group } => vec![
+                format!("-DKV_TYPE={}", type_number(dtype)),
                 format!("-DDIM_K={dim_k}"),
                 format!("-DDIM_V={dim_v}"),
                 format!("-DGROUP={group}"),
             ],
             Self::Prefill { dtype, dim_k, dim_v } | Self::PrefillHopper { dtype, dim_k, dim_v } => {
-                vec![format!("-DKV_TYPE={}", kv(dtype)), format!("-DDIM_K={dim_k}"), format!("-DDIM_V={dim_v}")]
+                vec![
+                    format!("-DKV_TYPE={}", type_number(dtype)),
+                    format!("-DDIM_K={dim_k}"),
+                    format!("-DDIM_V={dim_v}"),
+                ]
             }
             Self::Matmul { format, parts } => {
                 vec![format!("-DFORMAT={}", format_number(format)), format!("-DPARTS={parts}")]
             }
-            Self::Latent { format, width, value } => {
-                let (kind, rope) = match format {
-                    RowFormat::Plain(dtype) => (kv(dtype), 0),
-                    RowFormat::Packed { rope } => (3, rope),
-                    // No attention is over packed keys: their rows are not values.
-                    RowFormat::Key => (4, 0),
-                };
-                vec![
-                    format!("-DROW_TYPE={kind}"),
-                    format!("-DWIDTH={width}"),
-                    format!("-DVALUE={value}"),
-                    format!("-DROPE={rope}"),
-                ]
+            Self::Latent { format, width, value } => row_macros(format, width, value),
+            Self::LatentTiles { format, width, value, heads, parts } => {
+                let mut macros = row_macros(format, width, value);
+                macros.extend([format!("-DHEADS={heads}"), format!("-DPARTS={parts}")]);
+                macros
             }
+            Self::IndexTiles { parts } => vec![format!("-DPARTS={parts}")],
             _ => Vec::new(),
         }
     }
@@ -196,19 +220,18 @@ impl Unit {
     pub fn name(self) -> String {
         let stem = self.file().trim_end_matches(".cu");
         match self {
-            Self::Decode { dtype, dim_k, dim_v, group } => format!("{stem}-{}-{dim_k}-{dim_v}-{group}", dtype.name()),
+            Self::Decode { dtype, dim_k, dim_v, group } | Self::DecodeTiles { dtype, dim_k, dim_v, group } => {
+                format!("{stem}-{}-{dim_k}-{dim_v}-{group}", dtype.name())
+            }
             Self::Prefill { dtype, dim_k, dim_v } | Self::PrefillHopper { dtype, dim_k, dim_v } => {
                 format!("{stem}-{}-{dim_k}-{dim_v}", dtype.name())
             }
             Self::Matmul { format, parts } => format!("{stem}-{}-{parts}", format_name(format)),
-            Self::Latent { format, width, value } => {
-                let row = match format {
-                    RowFormat::Plain(dtype) => dtype.name().to_owned(),
-                    RowFormat::Packed { rope } => format!("packed{rope}"),
-                    RowFormat::Key => "key".to_owned(),
-                };
-                format!("{stem}-{row}-{width}-{value}")
+            Self::Latent { format, width, value } => format!("{stem}-{}-{width}-{value}", row_name(format)),
+            Self::LatentTiles { format, width, value, heads, parts } => {
+                format!("{stem}-{}-{width}-{value}-{heads}-{parts}", row_name(format))
             }
+            Self::IndexTiles { parts } => format!("{stem}-{parts}"),
             _ => stem.to_owned(),
         }
     }
@@ -217,6 +240,35 @@ impl Unit {
 /// The files that sources may include.
 pub fn headers() -> Vec<(&'static str, &'static str)> {
     files::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")).copied().collect()
+}
+
+/// The number of an element type in the sources.
+fn type_number(dtype: KvDtype) -> u32 {
+    match dtype {
+        KvDtype::F32 => 0,
+        KvDtype::F16 => 1,
+        KvDtype::BF16 => 2,
+    }
+}
+
+/// The macros that say how rows lie.
+fn row_macros(format: RowFormat, width: u32, value: u32) -> Vec<String> {
+    let (kind, rope) = match format {
+        RowFormat::Plain(dtype) => (type_number(dtype), 0),
+        RowFormat::Packed { rope } => (3, rope),
+        // No attention is over packed keys: their rows are not values.
+        RowFormat::Key => (4, 0),
+    };
+    vec![format!("-DROW_TYPE={kind}"), format!("-DWIDTH={width}"), format!("-DVALUE={value}"), format!("-DROPE={rope}")]
+}
+
+/// A row's format in names.
+fn row_name(format: RowFormat) -> String {
+    match format {
+        RowFormat::Plain(dtype) => dtype.name().to_owned(),
+        RowFormat::Packed { rope } => format!("packed{rope}"),
+        RowFormat::Key => "key".to_owned(),
+    }
 }
 
 /// The format's number in the sources.
@@ -241,6 +293,13 @@ mod tests {
     fn every_unit_has_its_source_and_a_digest_of_its_own() {
         let decode = |group| Unit::Decode { dtype: KvDtype::F16, dim_k: 64, dim_v: 64, group };
         let matmul = |format, parts| Unit::Matmul { format, parts };
+        let latent_tiles = |heads, parts| Unit::LatentTiles {
+            format: RowFormat::Plain(KvDtype::BF16),
+            width: 576,
+            value: 512,
+            heads,
+            parts,
+        };
         let units = [
             Unit::Norm,
             Unit::Elementwise,
@@ -261,7 +320,12 @@ mod tests {
             Unit::Rows,
             Unit::Latent { format: RowFormat::Plain(KvDtype::BF16), width: 576, value: 512 },
             Unit::Latent { format: RowFormat::Packed { rope: 64 }, width: 512, value: 512 },
+            latent_tiles(32, 2),
+            latent_tiles(64, 1),
             Unit::Index,
+            Unit::IndexTiles { parts: 1 },
+            Unit::IndexTiles { parts: 2 },
+            Unit::DecodeTiles { dtype: KvDtype::F16, dim_k: 64, dim_v: 64, group: 2 },
             Unit::Compress,
             Unit::Delta,
             Unit::Hyper,

@@ -21,6 +21,8 @@ pub struct Case {
     pub seqs: Vec<(u32, u32)>,
     pub window: Option<u32>,
     pub sinks: bool,
+    /// Decode by tiles on tensor cores.
+    pub tiles: bool,
     pub seed: u64,
 }
 
@@ -84,7 +86,10 @@ impl Case {
 
     pub fn decode_program(&self, group: usize) -> Program {
         let macros = self.decode_macros(group);
-        Program::of("decode.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>())
+        Program::of(
+            if self.tiles { "decode_tiles.cu" } else { "decode.cu" },
+            &macros.iter().map(String::as_str).collect::<Vec<_>>(),
+        )
     }
 
     /// The pool with every sequence's keys and values up to its last row, NaN elsewhere, and what the CPU makes of it.
@@ -189,9 +194,16 @@ impl Case {
         for first in (0..rows).step_by(at_once) {
             let count = at_once.min(rows - first) as u32;
             let from = |memory: Memory, each: usize| Arg::At(memory, (4 * first * each) as u64);
+            let (name, threads, shared) = if self.tiles {
+                let warps = if dk.max(dv) > 128 { 2 } else { 4 };
+                let queries = if dk > 128 { 32 * (dk + 8) } else { 0 };
+                ("paged_decode_tiles", 32 * warps, warps * 64 * (dk + 8 + dv + 8) as u32 + queries as u32)
+            } else {
+                ("paged_decode", 128, 0)
+            };
             gpu.launch(
-                "paged_decode",
-                Grid([splits, (self.heads / group) as u32, count], 128, 0),
+                name,
+                Grid([splits, (self.heads / group) as u32, count], threads, shared),
                 args![
                     from(q, self.heads * dk),
                     keys,
@@ -353,16 +365,23 @@ pub fn small(dtype: KvDtype) -> Case {
         seqs: vec![(0, 1), (6, 1), (7, 1), (97, 1), (64, 2)],
         window: None,
         sinks: false,
+        tiles: false,
         seed: 4,
     }
 }
 
+/// The same by tiles, of which the longest sequence has several a warp in a split.
+pub fn small_tiles(dtype: KvDtype) -> Case {
+    Case { tiles: true, seqs: vec![(0, 1), (6, 1), (7, 1), (297, 1), (64, 2)], ..small(dtype) }
+}
+
 fn decode_all(program: &Program, case: &Case, group: usize, split: u32) -> Checked {
+    let within = if case.tiles { tolerance(case.dtype) } else { 2e-6 };
     for window in [None, Some(1), Some(20), Some(33)] {
         for sinks in [false, true] {
             let case = Case { window, sinks, seed: 4 + u64::from(sinks), ..case.clone() };
             let (got, want) = case.decode(program, group, split)?;
-            near(&format!("decode, window {window:?}, sinks {sinks}, split {split}"), &got, &want, 2e-6)?;
+            near(&format!("decode, window {window:?}, sinks {sinks}, split {split}"), &got, &want, within)?;
         }
     }
     Ok(())
@@ -417,6 +436,54 @@ fn decode_does_not_depend_on_the_batch() {
     for at_once in [1, 4] {
         let (parts, _) = case.decode_in_parts(&program, 3, 32, at_once).unwrap();
         same("bits", &bits(&parts), &bits(&whole)).unwrap();
+    }
+}
+
+/// Decode by tiles of small heads with all windows: what `faults` plants faults in.
+pub fn decode_tiles_small(program: &Program) -> Checked {
+    decode_all(program, &small_tiles(KvDtype::F16), 3, 256)
+}
+
+#[test]
+fn decode_by_tiles_is_attention_of_the_cpu() {
+    let case = small_tiles(KvDtype::F16);
+    decode_tiles_small(&case.decode_program(3)).unwrap();
+    decode_all(&case.decode_program(3), &case, 3, 32).unwrap();
+    decode_all(&case.decode_program(1), &case, 1, 96).unwrap();
+}
+
+#[test]
+fn decode_by_tiles_takes_every_head_that_tensor_cores_do() {
+    for (dtype, dims, heads, kv_heads, group, page_tokens) in [
+        (KvDtype::BF16, (128, 128), 8, 1, 8, 16),
+        (KvDtype::F16, (64, 64), 32, 2, 16, 1),
+        (KvDtype::BF16, (192, 128), 4, 1, 4, 64),
+        (KvDtype::F16, (256, 256), 2, 2, 1, 16),
+        (KvDtype::BF16, (16, 48), 24, 1, 12, 5),
+    ] {
+        let case = Case { dtype, dims, heads, kv_heads, page_tokens, seed: 8, ..small_tiles(dtype) };
+        let (got, want) = case.decode(&case.decode_program(group), group, 256).unwrap();
+        near(&format!("{dtype:?} {dims:?}"), &got, &want, tolerance(dtype)).unwrap();
+    }
+}
+
+#[test]
+fn decode_by_tiles_does_not_depend_on_the_batch() {
+    let case = Case { seqs: vec![(40, 9), (199, 1)], window: Some(50), sinks: true, ..small_tiles(KvDtype::BF16) };
+    let program = case.decode_program(3);
+    let (whole, _) = case.decode(&program, 3, 64).unwrap();
+    for at_once in [1, 4] {
+        let (parts, _) = case.decode_in_parts(&program, 3, 64, at_once).unwrap();
+        same("bits", &bits(&parts), &bits(&whole)).unwrap();
+    }
+}
+
+#[test]
+fn decode_by_tiles_of_long_sequences() {
+    for page_tokens in [1, 64] {
+        let case = Case { page_tokens, seqs: vec![(4999, 1), (2047, 1)], sinks: true, ..small_tiles(KvDtype::F16) };
+        let (got, want) = case.decode(&case.decode_program(3), 3, 512).unwrap();
+        near(&format!("pages of {page_tokens}"), &got, &want, tolerance(case.dtype)).unwrap();
     }
 }
 

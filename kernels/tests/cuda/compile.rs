@@ -64,9 +64,15 @@ impl Program {
         Self::from_source(file, &source, macros).unwrap_or_else(|e| panic!("{file} {macros:?}: {e}"))
     }
 
-    /// The same with a fault in it: `from`, which the file has once, is replaced.
+    /// The same with a fault in it: `from`, which the file, or a header of the same name's first word, has once, is replaced.
     pub fn with_fault(file: &str, macros: &[&str], from: &str, to: &str) -> Self {
-        let source = std::fs::read_to_string(room("cuda").join(file)).unwrap();
+        let mut source = std::fs::read_to_string(room("cuda").join(file)).unwrap();
+        let header = format!("{}.cuh", file.trim_end_matches(".cu").split('_').next().unwrap());
+        let include = format!("#include \"{header}\"");
+        if !source.contains(from) && source.contains(&include) {
+            let text = std::fs::read_to_string(room("cuda").join(&header)).unwrap().replace("#pragma once", "");
+            source = source.replace(&include, &text);
+        }
         assert_eq!(source.matches(from).count(), 1, "{file} does not have {from:?} exactly once");
         let source = source.replace(from, to);
         Self::from_source(file, &source, macros).unwrap_or_else(|e| panic!("{file} with {to:?}: {e}"))

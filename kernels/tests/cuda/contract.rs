@@ -7,12 +7,13 @@ use crate::compile::Program;
 use crate::emulator::Gpu;
 
 /// Files, each with macros that it compiles with.
-const FILES: [(&str, &[&str]); 20] = [
+const FILES: [(&str, &[&str]); 23] = [
     ("norm.cu", &[]),
     ("elementwise.cu", &[]),
     ("rope.cu", &[]),
     ("kv.cu", &[]),
     ("decode.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=32", "-DGROUP=3"]),
+    ("decode_tiles.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=32", "-DGROUP=3"]),
     ("prefill.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=48"]),
     ("prefill_hopper.cu", &["-DKV_TYPE=1", "-DDIM_K=64", "-DDIM_V=64"]),
     ("gguf.cu", &[]),
@@ -23,6 +24,8 @@ const FILES: [(&str, &[&str]); 20] = [
     ("hyper.cu", &[]),
     ("index.cu", &[]),
     ("latent.cu", &["-DROW_TYPE=0", "-DWIDTH=24", "-DVALUE=16", "-DROPE=8"]),
+    ("latent_tiles.cu", &["-DROW_TYPE=2", "-DWIDTH=40", "-DVALUE=32", "-DROPE=0", "-DHEADS=16", "-DPARTS=2"]),
+    ("index_tiles.cu", &["-DPARTS=2"]),
     ("moe.cu", &[]),
     ("narrow.cu", &[]),
     ("rows.cu", &[]),

@@ -1,6 +1,8 @@
 //! Faults that are planted in kernels have to be found by their checks: this keeps the checks honest.
 
-use crate::attention::{decode_small, hopper_case, hopper_small, prefill_case, prefill_small, small};
+use crate::attention::{
+    decode_small, decode_tiles_small, hopper_case, hopper_small, prefill_case, prefill_small, small, small_tiles,
+};
 use crate::compile::Program;
 use crate::emulator::Checked;
 use crate::{delta, elementwise, latent, norm, pages, sampling};
@@ -17,6 +19,20 @@ fn found(file: &str, macros: &[&str], from: &str, to: &str, check: fn(&Program) 
 fn in_decode(from: &str, to: &str) {
     let macros = small(KvDtype::F16).decode_macros(3);
     found("decode.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>(), from, to, decode_small);
+}
+
+fn in_decode_tiles(from: &str, to: &str) {
+    let macros = small_tiles(KvDtype::F16).decode_macros(3);
+    found("decode_tiles.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>(), from, to, decode_tiles_small);
+}
+
+fn in_latent_tiles(from: &str, to: &str) {
+    let macros = latent::packed_tiles_macros();
+    found("latent_tiles.cu", &macros.iter().map(String::as_str).collect::<Vec<_>>(), from, to, latent::packed_tiles);
+}
+
+fn in_index_tiles(from: &str, to: &str) {
+    found("index_tiles.cu", &["-DPARTS=2"], from, to, latent::index_tiles);
 }
 
 fn in_prefill(from: &str, to: &str) {
@@ -115,6 +131,32 @@ fn a_sink_on_the_wrong_scale_is_found() {
     );
 }
 
+#[test]
+fn decode_by_tiles_off_by_one_page_is_found() {
+    in_decode_tiles("table[position / page_tokens]", "table[(position + page_tokens - 1) / page_tokens]");
+}
+
+/// Keys are used before their copies have been waited for.
+#[test]
+fn decode_by_tiles_without_its_wait_is_found() {
+    in_decode_tiles("cp_async_wait<1>();", "cp_async_wait<2>();");
+}
+
+/// What a warp leaves for the merge lies where others still have keys.
+#[test]
+fn decode_by_tiles_without_its_barrier_is_found() {
+    in_decode_tiles("    __syncthreads();\n    f32* outs", "    f32* outs");
+}
+
+/// The weights of two keys are swapped.
+#[test]
+fn swapped_weights_are_found() {
+    in_decode_tiles(
+        "pack(scores[0][2], scores[0][3]), pack(scores[1][0], scores[1][1])",
+        "pack(scores[1][0], scores[1][1]), pack(scores[0][2], scores[0][3])",
+    );
+}
+
 /// Two halves of what a lane gets of a matrix are swapped.
 #[test]
 fn a_swapped_lane_is_found() {
@@ -185,6 +227,54 @@ fn a_latent_split_without_its_barrier_is_found() {
     let from = "            total[head] = fmaf(total[head], kept[head], sum);\n        }\n        __syncthreads();\n";
     let to = "            total[head] = fmaf(total[head], kept[head], sum);\n        }\n";
     found("latent.cu", &latent::MLA_SMALL, from, to, latent::mla_small);
+}
+
+/// Weights are made before all warps have added their part of the columns.
+#[test]
+fn scores_of_some_columns_are_found() {
+    in_latent_tiles(
+        "        __syncthreads();\n\n        f32 score[THREAD_KEYS], now = most;",
+        "        f32 score[THREAD_KEYS], now = most;",
+    );
+}
+
+/// Every tile but the first two has the rows of the one before.
+#[test]
+fn a_tile_of_rows_that_were_seen_before_is_found() {
+    in_latent_tiles("min(base + 2 * KEYS + threadIdx.x, end - 1)", "min(base + KEYS + threadIdx.x, end - 1)");
+}
+
+#[test]
+fn scales_of_another_tile_are_found() {
+    in_latent_tiles("row_scales[(tile + 1) % 2 * KEYS + threadIdx.x]", "row_scales[tile % 2 * KEYS + threadIdx.x]");
+}
+
+/// What rounding leaves of weights is not multiplied.
+#[test]
+fn a_dropped_part_of_weights_is_found() {
+    in_latent_tiles(
+        "E::mma(sums[m][2 * n + 1], weight[p][m], right);",
+        "E::mma(sums[m][2 * n + 1], weight[0][m], right);",
+    );
+}
+
+/// The rows of packed pools become bf16 while warps still multiply those before.
+#[test]
+fn a_tile_that_is_overwritten_is_found() {
+    in_latent_tiles(
+        "        cp_async_wait<0>();\n        __syncthreads();\n        if (base",
+        "        cp_async_wait<0>();\n        if (base",
+    );
+}
+
+#[test]
+fn a_head_with_the_weight_of_another_is_found() {
+    in_index_tiles("shared_weights[head + lane / 4 + 8 * i]", "shared_weights[head + lane / 4]");
+}
+
+#[test]
+fn keys_of_the_tile_before_are_found() {
+    in_index_tiles("cp_async_wait<0>();", "cp_async_wait<1>();");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use kvdock_kernels::{PACKED_SCALES, pack_key, pack_row, unpack_key, unpack_row};
 use crate::args;
 use crate::compile::Program;
 use crate::data::{Random, near, same};
-use crate::emulator::{Checked, Gpu, Grid, line};
+use crate::emulator::{Arg, Checked, Gpu, Grid, Memory, line};
 
 /// How rows lie in pages.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -142,24 +142,88 @@ fn side(kind: Kind, width: usize, count: usize, page_rows: usize, random: &mut R
     Side { rows, pool, table, page_rows }
 }
 
-/// Rows of queries that see a range of one pool, then picked rows of another, either of which may be none.
-fn attends(program: &Program, kind: Kind, width: usize, value: usize, heads: usize) -> Checked {
-    let mut random = Random::new(width as u64 + heads as u64);
-    let (a, b) = (side(kind, width, 70, 5, &mut random), side(kind, width, 50, 8, &mut random));
-    // Ranges of a and counts picked of b, one a row of queries.
-    let sees: [(u32, u32, usize); 5] = [(0, 1, 0), (3, 67, 50), (10, 0, 7), (0, 0, 0), (0, 16, 17)];
-    let lists: Vec<Vec<u32>> = sees.iter().map(|(_, _, n)| random.some(*n, 50)).collect();
-    let (mut runs_a, mut runs_b, mut list) = (Vec::new(), Vec::new(), Vec::<u32>::new());
-    for ((first, count, _), picked) in sees.iter().zip(&lists) {
-        runs_a.extend([0u32, *first, *count, 0]);
-        runs_b.extend([0u32, 0, picked.len() as u32, list.len() as u32]);
-        list.extend(picked);
+/// Attention over rows of a kind, and the kernel that makes it.
+#[derive(Clone, Copy)]
+struct Attend {
+    kind: Kind,
+    width: usize,
+    value: usize,
+    heads: usize,
+    /// Heads of a block and parts, on tensor cores.
+    tiles: Option<(usize, usize)>,
+    split: u32,
+    /// Rows of queries in a launch.
+    at_once: usize,
+}
+
+impl Attend {
+    fn plain(kind: Kind, width: usize, value: usize, heads: usize) -> Self {
+        Self { kind, width, value, heads, tiles: None, split: 48, at_once: usize::MAX }
     }
-    let q = random.floats(sees.len() * heads * width);
-    let sinks = random.floats(heads);
-    let (scale, split) = (0.3f32, 48u32);
-    let splits = 117u32.div_ceil(split);
-    for with_sinks in [false, true] {
+
+    fn macros(self) -> Vec<String> {
+        let (number, rope) = match self.kind {
+            Kind::F32 => (0, 8),
+            Kind::F16 => (1, 0),
+            Kind::Bf16 => (2, 0),
+            Kind::Packed { rope } => (3, rope),
+            Kind::Key => panic!("keys are not attended to"),
+        };
+        let mut macros = vec![("ROW_TYPE", number), ("WIDTH", self.width), ("VALUE", self.value), ("ROPE", rope)];
+        if let Some((heads, parts)) = self.tiles {
+            macros.extend([("HEADS", heads), ("PARTS", parts)]);
+        }
+        macros.iter().map(|(name, value)| format!("-D{name}={value}")).collect()
+    }
+
+    fn program(self) -> Program {
+        let macros = self.macros();
+        let file = if self.tiles.is_some() { "latent_tiles.cu" } else { "latent.cu" };
+        Program::of(file, &macros.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// The kernel, heads of its blocks, their threads, and their shared memory, by the rules of the README.
+    fn kernel(self) -> (&'static str, usize, u32, usize) {
+        let Some((heads, parts)) = self.tiles else {
+            return ("latent_decode", 8, 128, 4 * (8 * self.width + 16 * (self.width | 1)));
+        };
+        let row = 2 * (self.width.next_multiple_of(16) + 8);
+        let rows = match self.kind {
+            Kind::Packed { rope } => row + 2 * (self.width + rope).next_multiple_of(16),
+            _ => 2 * row,
+        };
+        ("latent_tiles", heads, 256, 32 * rows + 18_432 + 80 * parts * heads)
+    }
+
+    /// What is within the rounding of queries and weights.
+    fn tolerance(self) -> f32 {
+        match (self.tiles, self.kind) {
+            (None, _) => 3e-6,
+            (Some((_, 2)), Kind::F16) => 3e-6,
+            (Some((_, 2)), _) => 3e-5,
+            (_, Kind::F16) => 2e-3,
+            _ => 1.5e-2,
+        }
+    }
+
+    /// Rows of queries that see a range of one pool, then picked rows of another, either of which may be none: what the kernels make, and what the CPU makes.
+    fn compute(self, program: &Program, with_sinks: bool) -> Result<(Vec<f32>, Vec<f32>), String> {
+        let Self { kind, width, value, heads, split, .. } = self;
+        let mut random = Random::new(width as u64 + heads as u64);
+        let (a, b) = (side(kind, width, 70, 5, &mut random), side(kind, width, 50, 8, &mut random));
+        // Ranges of a and counts picked of b, one a row of queries.
+        let sees: [(u32, u32, usize); 5] = [(0, 1, 0), (3, 67, 50), (10, 0, 7), (0, 0, 0), (0, 16, 17)];
+        let lists: Vec<Vec<u32>> = sees.iter().map(|(_, _, n)| random.some(*n, 50)).collect();
+        let (mut runs_a, mut runs_b, mut list) = (Vec::new(), Vec::new(), Vec::<u32>::new());
+        for ((first, count, _), picked) in sees.iter().zip(&lists) {
+            runs_a.extend([0u32, *first, *count, 0]);
+            runs_b.extend([0u32, 0, picked.len() as u32, list.len() as u32]);
+            list.extend(picked);
+        }
+        let q = random.floats(sees.len() * heads * width);
+        let sinks = random.floats(heads);
+        let scale = 0.3f32;
+        let splits = 117u32.div_ceil(split);
         let mut gpu = Gpu::new(program, 11 + u64::from(with_sinks));
         let parts = sees.len() * heads * splits as usize;
         let (gq, pool_a, pool_b) = (gpu.memory(&q)?, gpu.memory(&a.pool)?, gpu.memory(&b.pool)?);
@@ -168,38 +232,52 @@ fn attends(program: &Program, kind: Kind, width: usize, value: usize, heads: usi
         let (partial, partial_ms) = (gpu.poison(parts * value)?, gpu.poison(parts * 2)?);
         let out = gpu.poison(sees.len() * heads * value)?;
         let gpu_sinks = if with_sinks { Some(gpu.memory(&sinks)?) } else { None };
-        let shared = 4 * (8 * width + 16 * (width | 1)) as u32;
         let page = |side: &Side| kind.page(width, side.page_rows) as u64;
-        gpu.launch(
-            "latent_decode",
-            Grid([splits, heads.div_ceil(8) as u32, sees.len() as u32], 128, shared),
-            args![
-                gq,
-                pool_a,
-                tables_a,
-                None,
-                gpu_runs_a,
-                a.page_rows as u32,
-                page(&a),
-                pool_b,
-                tables_b,
-                lists_b,
-                gpu_runs_b,
-                b.page_rows as u32,
-                page(&b),
-                partial,
-                partial_ms,
-                heads as u32,
-                scale,
-                split,
-                splits
-            ],
-        )?;
-        gpu.launch(
-            "latent_merge",
-            Grid([heads as u32, sees.len() as u32, 1], 128, 0),
-            args![partial, partial_ms, gpu_runs_a, gpu_runs_b, gpu_sinks, out, heads as u32, split, splits],
-        )?;
+        let (name, heads_of_block, threads, shared) = self.kernel();
+        for first in (0..sees.len()).step_by(self.at_once.min(sees.len())) {
+            let count = self.at_once.min(sees.len() - first) as u32;
+            let from = |memory: Memory, each: usize| Arg::At(memory, (4 * first * each) as u64);
+            gpu.launch(
+                name,
+                Grid([splits, heads.div_ceil(heads_of_block) as u32, count], threads, shared as u32),
+                args![
+                    from(gq, heads * width),
+                    pool_a,
+                    tables_a,
+                    None,
+                    from(gpu_runs_a, 4),
+                    a.page_rows as u32,
+                    page(&a),
+                    pool_b,
+                    tables_b,
+                    lists_b,
+                    from(gpu_runs_b, 4),
+                    b.page_rows as u32,
+                    page(&b),
+                    partial,
+                    partial_ms,
+                    heads as u32,
+                    scale,
+                    split,
+                    splits
+                ],
+            )?;
+            gpu.launch(
+                "latent_merge",
+                Grid([heads as u32, count, 1], 128, 0),
+                args![
+                    partial,
+                    partial_ms,
+                    from(gpu_runs_a, 4),
+                    from(gpu_runs_b, 4),
+                    gpu_sinks,
+                    from(out, heads * value),
+                    heads as u32,
+                    split,
+                    splits
+                ],
+            )?;
+        }
         let mut want = Vec::new();
         for (row, ((first, count, _), picked)) in sees.iter().zip(&lists).enumerate() {
             let mut keys = a.rows[*first as usize * width..][..*count as usize * width].to_vec();
@@ -211,36 +289,74 @@ fn attends(program: &Program, kind: Kind, width: usize, value: usize, heads: usi
                 want.extend(out);
             }
         }
-        near(&format!("{kind:?}, {heads} heads, sinks {with_sinks}"), &gpu.read(out)?, &want, 3e-6)?;
+        Ok((gpu.read(out)?, want))
     }
-    Ok(())
+
+    fn check(self, program: &Program) -> Checked {
+        for with_sinks in [false, true] {
+            let (got, want) = self.compute(program, with_sinks)?;
+            let Self { kind, heads, tiles, split, .. } = self;
+            let what = format!("{kind:?}, {heads} heads, tiles {tiles:?}, split {split}, sinks {with_sinks}");
+            near(&what, &got, &want, self.tolerance())?;
+        }
+        Ok(())
+    }
 }
 
 const SMALL: [&str; 4] = ["-DROW_TYPE=2", "-DWIDTH=40", "-DVALUE=32", "-DROPE=0"];
 
 /// MLA of small rows: what `faults` plants faults in.
 pub fn mla_small(program: &Program) -> Checked {
-    attends(program, Kind::Bf16, 40, 32, 11)
+    Attend::plain(Kind::Bf16, 40, 32, 11).check(program)
 }
 
 pub const MLA_SMALL: [&str; 4] = SMALL;
 
-/// Scores and the highest of them.
-pub fn indexers(program: &Program) -> Checked {
-    for (kind, name) in [(Kind::F32, "f32"), (Kind::F16, "f16"), (Kind::Bf16, "bf16"), (Kind::Key, "packed")] {
-        let (heads, dim) = (6, 20);
+/// Packed rows in tiles, several of a split and two blocks of heads: what `faults` plants faults in.
+const PACKED_TILES: Attend = Attend {
+    kind: Kind::Packed { rope: 16 },
+    width: 80,
+    value: 72,
+    heads: 19,
+    tiles: Some((16, 2)),
+    split: 128,
+    at_once: usize::MAX,
+};
+
+pub fn packed_tiles(program: &Program) -> Checked {
+    PACKED_TILES.check(program)
+}
+
+pub fn packed_tiles_macros() -> Vec<String> {
+    PACKED_TILES.macros()
+}
+
+/// Scores of keys: the kernel, heads, elements of a key, threads' keys in a block, shared memory, what rounding may make.
+struct Scoring {
+    kind: Kind,
+    kernel: &'static str,
+    heads: usize,
+    dim: usize,
+    keys: usize,
+    shared: usize,
+    tolerance: f32,
+}
+
+impl Scoring {
+    fn check(&self, program: &Program, counts: &[u32]) -> Checked {
+        let Self { kind, kernel, heads, dim, keys: block, shared, tolerance } = *self;
         let mut random = Random::new(dim as u64);
-        let counts = [1u32, 75, 0, 33];
-        let keys = side(kind, dim, 75, 8, &mut random);
+        let longest = *counts.iter().max().unwrap() as usize;
+        let keys = side(kind, dim, longest, 8, &mut random);
         let (q, weights) = (random.floats(counts.len() * heads * dim), random.floats(counts.len() * heads));
-        let mut gpu = Gpu::new(program, 2);
-        let stride = 80;
+        let mut gpu = Gpu::new(program, 2 + heads as u64);
+        let stride = longest + 5;
         let (gq, gw, pool) = (gpu.memory(&q)?, gpu.memory(&weights)?, gpu.memory(&keys.pool)?);
         let (tables, starts) = (gpu.memory(&keys.table)?, gpu.memory(&vec![0u32; counts.len()])?);
-        let (gc, scores) = (gpu.memory(&counts)?, gpu.memory(&vec![9.0f32; counts.len() * stride])?);
+        let (gc, scores) = (gpu.memory(counts)?, gpu.memory(&vec![9.0f32; counts.len() * stride])?);
         gpu.launch(
-            &format!("index_scores_{name}"),
-            Grid([3, counts.len() as u32, 1], 128, 4 * (heads * dim + 32 * (dim | 1)) as u32),
+            kernel,
+            Grid([longest.div_ceil(block) as u32, counts.len() as u32, 1], 128, shared as u32),
             args![
                 gq,
                 gw,
@@ -264,7 +380,51 @@ pub fn indexers(program: &Program) -> Checked {
                     .sum();
             }
         }
-        near(&format!("index_scores_{name}"), &gpu.read(scores)?, &want, 1e-6)?;
+        near(&format!("{kernel}, {heads} heads of {dim}"), &gpu.read(scores)?, &want, tolerance)
+    }
+}
+
+/// Scores by tiles with `parts` parts, in blocks of 512 keys and less.
+fn scores_by_tiles(program: &Program, parts: usize) -> Checked {
+    for (kind, kernel, coarse) in [
+        (Kind::F16, "index_tiles_f16", 2e-3),
+        (Kind::Bf16, "index_tiles_bf16", 1.5e-2),
+        (Kind::Key, "index_tiles_packed", 1.5e-2),
+    ] {
+        for (heads, dim, counts) in
+            [(6usize, 16usize, [1u32, 75, 0, 33]), (64, 128, [40, 0, 3, 128]), (17, 48, [700, 513, 512, 1])]
+        {
+            let key = if kind == Kind::Key { dim + 16 } else { 2 * dim + 16 };
+            let shared = heads.next_multiple_of(16) * (4 + 2 * parts * (dim + 8)) + 128 * key;
+            let tolerance = if parts == 2 { 1e-5 } else { coarse };
+            Scoring { kind, kernel, heads, dim, keys: 512, shared, tolerance }.check(program, &counts)?;
+        }
+    }
+    Ok(())
+}
+
+/// What `faults` plants faults in.
+pub fn index_tiles(program: &Program) -> Checked {
+    scores_by_tiles(program, 2)
+}
+
+#[test]
+fn scores_by_tiles_are_those_of_the_cpu() {
+    index_tiles(&Program::of("index_tiles.cu", &["-DPARTS=2"])).unwrap();
+    scores_by_tiles(&Program::of("index_tiles.cu", &["-DPARTS=1"]), 1).unwrap();
+}
+
+/// Scores and the highest of them.
+pub fn indexers(program: &Program) -> Checked {
+    for (kind, kernel) in [
+        (Kind::F32, "index_scores_f32"),
+        (Kind::F16, "index_scores_f16"),
+        (Kind::Bf16, "index_scores_bf16"),
+        (Kind::Key, "index_scores_packed"),
+    ] {
+        let (heads, dim) = (6, 20);
+        let shared = 4 * (heads * dim + 32 * (dim | 1));
+        Scoring { kind, kernel, heads, dim, keys: 32, shared, tolerance: 1e-6 }.check(program, &[1, 75, 0, 33])?;
     }
     for k in [1usize, 5, 300, 700] {
         let mut random = Random::new(k as u64);
@@ -353,10 +513,38 @@ fn rows_have_the_bytes_of_the_cpu() {
 #[test]
 fn latent_attention_is_that_of_the_cpu() {
     mla_small(&Program::of("latent.cu", &SMALL)).unwrap();
-    let packed = ["-DROW_TYPE=3", "-DWIDTH=136", "-DVALUE=136", "-DROPE=8"];
-    attends(&Program::of("latent.cu", &packed), Kind::Packed { rope: 8 }, 136, 136, 3).unwrap();
-    let floats = ["-DROW_TYPE=0", "-DWIDTH=24", "-DVALUE=16", "-DROPE=8"];
-    attends(&Program::of("latent.cu", &floats), Kind::F32, 24, 16, 8).unwrap();
+    for case in [Attend::plain(Kind::Packed { rope: 8 }, 136, 136, 3), Attend::plain(Kind::F32, 24, 16, 8)] {
+        case.check(&case.program()).unwrap();
+    }
+}
+
+/// Every kind of row, number of heads of a block and of parts; sizes that fill no tile, and those of real models.
+#[test]
+fn latent_attention_by_tiles_is_that_of_the_cpu() {
+    packed_tiles(&PACKED_TILES.program()).unwrap();
+    for (kind, width, value, heads, tiles, split) in [
+        (Kind::Bf16, 40, 32, 11, (16, 2), 48),
+        (Kind::F16, 24, 16, 33, (32, 1), 128),
+        (Kind::F16, 72, 72, 64, (64, 1), 32),
+        (Kind::Bf16, 576, 512, 70, (64, 1), 128),
+        (Kind::Packed { rope: 8 }, 136, 136, 3, (16, 1), 48),
+        (Kind::Packed { rope: 64 }, 512, 512, 40, (32, 2), 128),
+    ] {
+        let case = Attend { tiles: Some(tiles), split, ..Attend::plain(kind, width, value, heads) };
+        case.check(&case.program()).unwrap();
+    }
+}
+
+/// A row has the same bits whatever rows are beside it.
+#[test]
+fn latent_attention_by_tiles_does_not_depend_on_the_batch() {
+    let program = PACKED_TILES.program();
+    let (whole, _) = PACKED_TILES.compute(&program, true).unwrap();
+    for at_once in [1, 2] {
+        let (parts, _) = Attend { at_once, ..PACKED_TILES }.compute(&program, true).unwrap();
+        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+        same(&format!("{at_once} at once"), &bits(&parts), &bits(&whole)).unwrap();
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ const RELEASE: &str = "13.5.37";
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
 
 /// How the names of attention kernels begin: they must not spill registers.
-const ATTENTION: [&str; 2] = ["paged_", "latent_"];
+const ATTENTION: [&str; 3] = ["paged_", "latent_", "index_tiles"];
 
 /// Options of `cuda-compile`.
 #[derive(Args)]

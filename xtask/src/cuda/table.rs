@@ -45,6 +45,7 @@ const FLOORS: &[Floor] = &[
     floor("rope", 128, "8 T H d + 4 T d", "3 T H d", "memory"),
     floor("kv_write", 128, "(4 + e) T Hkv (dk + dv)", "T Hkv (dk + dv)", "memory"),
     floor("paged_decode", 128, "e L Hkv (dk + dv) a row", "2 L H (dk + dv) a row", "memory up to GROUP 8"),
+    floor("paged_decode_tiles", 128, "e L Hkv (dk + dv) a row", "2 L Hkv 16 (dk + dv) a row", "memory"),
     floor("paged_merge", 128, "4 splits H dv a row", "2 splits H dv a row", "memory"),
     floor("paged_prefill", 128, "4 T H (dk + dv) + e L Hkv (dk + dv) a 64 rows", "2 T L H (dk + dv)", "arithmetic"),
     floor(
@@ -80,8 +81,16 @@ const FLOORS: &[Floor] = &[
     floor("rows_write_packed", 128, "5 T D", "6 T D", "memory"),
     floor("keys_write_packed", 128, "5 T D", "6 T D", "memory"),
     floor("latent_decode", 128, "e L D a row", "2 L H (D + value) a row", "arithmetic (no tensor cores)"),
+    floor(
+        "latent_tiles",
+        256,
+        "e L D a row",
+        "2 L H (D + value) a row, times PARTS",
+        "memory up to some 40 heads (20 with PARTS 2), else arithmetic",
+    ),
     floor("latent_merge", 128, "4 splits H value a row", "2 splits H value a row", "memory"),
     floor("index_scores", 128, "e L d a row", "2 L H d a row", "arithmetic (no tensor cores)"),
+    floor("index_tiles", 128, "e L d a row", "2 L H d a row, times PARTS", "arithmetic"),
     floor("top_k", 256, "4 L a row, up to 6 times from the cache", "12 L a row", "latency"),
     floor("compress_states", 256, "24 T D", "T D", "memory"),
     floor("compress_rows", 256, "8 tokens D a row", "12 tokens D a row", "memory"),
@@ -103,6 +112,12 @@ const FLOORS: &[Floor] = &[
     floor("hyper_head", 256, "20 T D", "16 T D", "memory"),
 ];
 
+/// By what the threads of a launch are fewer than usual: wide heads have half the warps.
+fn halves(one: &Compiled) -> u32 {
+    let wide = ["DIM_K", "DIM_V"].iter().any(|name| value(&one.variant, name).unwrap_or(0) > 128);
+    if one.kernel == "paged_decode_tiles" && wide { 2 } else { 1 }
+}
+
 /// Bytes of dynamic shared memory of a launch.
 fn dynamic(one: &Compiled) -> u32 {
     let dim = |name| value(&one.variant, name).unwrap_or(0);
@@ -113,7 +128,22 @@ fn dynamic(one: &Compiled) -> u32 {
         // 64 heads of 128.
         return 4 * (64 * 128 + 32 * 129);
     }
+    if one.kernel == "latent_tiles" {
+        let row = 2 * (dim("WIDTH").next_multiple_of(16) + 8);
+        let raw = 2 * (dim("WIDTH") + dim("ROPE")).next_multiple_of(16);
+        let rows = if dim("ROW_TYPE") == 3 { row + raw } else { 2 * row };
+        return 32 * rows + 4 * 8 * 16 * 36 + 2 * dim("PARTS") * dim("HEADS") * 40;
+    }
+    if one.kernel.starts_with("index_tiles") {
+        // 64 heads of 128.
+        let key = if one.kernel.ends_with("packed") { 144 } else { 272 };
+        return 64 * (4 + 2 * dim("PARTS") * 136) + 4 * 32 * key;
+    }
     let (dk, dv) = (dim("DIM_K"), dim("DIM_V"));
+    if one.kernel == "paged_decode_tiles" {
+        let queries = if dk > 128 { 16 * (dk + 8) } else { 0 };
+        return 2 * (4 / halves(one) * 2 * 16 * (dk + 8 + dv + 8) + queries);
+    }
     if one.kernel == "paged_prefill_hopper" {
         let keys = if dk.max(dv) > 128 { 64 } else { 128 };
         return 1024 + 2 * (2 * keys * (dk + dv) + 128 * dk) + 48;
@@ -165,7 +195,7 @@ pub fn markdown(compiled: &[Compiled]) -> String {
         let of_architecture =
             |architecture: &&str| compiled.iter().filter(same).find(|other| other.architecture == *architecture);
         let floor = of(&one.kernel);
-        let threads = floor.map_or(0, |floor| floor.threads);
+        let threads = floor.map_or(0, |floor| floor.threads) / halves(one);
         let (bytes, operations, bound) =
             floor.map_or(("?", "?", "?"), |floor| (floor.bytes, floor.operations, floor.bound));
         let list = |of: &dyn Fn(&Compiled) -> u32| {

@@ -23,6 +23,19 @@ fn shapes(file: &str) -> (&'static [&'static str], &'static [&'static [u32]]) {
                 &[0, 128, 128, 4],
             ],
         ),
+        // Groups of Llama (4, 8), SmolLM (3), gpt-oss (8), Qwen3.5 (8), MiMo and GLM-4.5 (12, 16).
+        "decode_tiles.cu" => (
+            &["KV_TYPE", "DIM_K", "DIM_V", "GROUP"],
+            &[
+                &[2, 128, 128, 8],
+                &[1, 128, 128, 4],
+                &[1, 64, 64, 3],
+                &[2, 64, 64, 8],
+                &[2, 256, 256, 8],
+                &[2, 192, 128, 16],
+                &[2, 128, 128, 16],
+            ],
+        ),
         "prefill.cu" | "prefill_hopper.cu" => (
             &["KV_TYPE", "DIM_K", "DIM_V"],
             &[&[2, 128, 128], &[1, 128, 128], &[1, 64, 64], &[2, 256, 256], &[2, 192, 128]],
@@ -36,6 +49,19 @@ fn shapes(file: &str) -> (&'static [&'static str], &'static [&'static [u32]]) {
             &["ROW_TYPE", "WIDTH", "VALUE", "ROPE"],
             &[&[2, 576, 512, 64], &[1, 576, 512, 64], &[0, 576, 512, 64], &[3, 512, 512, 64]],
         ),
+        // The same but for f32, by heads of a block; one part in fast arithmetic, two else.
+        "latent_tiles.cu" => (
+            &["ROW_TYPE", "WIDTH", "VALUE", "ROPE", "HEADS", "PARTS"],
+            &[
+                &[2, 576, 512, 64, 64, 1],
+                &[2, 576, 512, 64, 32, 2],
+                &[2, 576, 512, 64, 16, 2],
+                &[1, 576, 512, 64, 64, 1],
+                &[3, 512, 512, 64, 32, 2],
+                &[3, 512, 512, 64, 16, 2],
+            ],
+        ),
+        "index_tiles.cu" => (&["PARTS"], &[&[1], &[2]]),
         _ => (&[], &[&[]]),
     }
 }

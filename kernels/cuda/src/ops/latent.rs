@@ -1,10 +1,10 @@
 //! Attention over rows that are keys and values at once.
 
 use kvdock_kernels::ops::{RowAttention, RowFormat, RowRun};
-use kvdock_kernels::{Buf, KernelError};
+use kvdock_kernels::{Buf, KernelError, KvDtype};
 
 use super::super::attention::PARTIAL_BYTES;
-use super::super::device::{CudaDevice, product, shape, size};
+use super::super::device::{Arithmetic, CudaDevice, product, shape, size};
 use super::super::driver::{Arg, Touch};
 use super::super::memory::Block;
 use super::super::module::Extent;
@@ -15,6 +15,54 @@ use super::{read, write};
 
 /// Rows of a split. Part of the arithmetic: another number needs another numerics id.
 const SPLIT_ROWS: usize = 256;
+
+/// A kernel that attends to rows, and what a launch of it has.
+#[derive(Debug, PartialEq)]
+struct Kernel {
+    unit: Unit,
+    name: &'static str,
+    /// Heads of a block.
+    heads: usize,
+    threads: u32,
+    /// Bytes of dynamic shared memory.
+    shared: usize,
+}
+
+/// Tiles on tensor cores where they can be had, with as many heads a block as there are and as fit into `limit` bytes of shared memory; else plain arithmetic.
+fn kernel_of(format: RowFormat, (width, value): (usize, usize), heads: usize, parts: u32, limit: usize) -> Kernel {
+    let (columns, values) = (width as u32, value as u32);
+    let rope = match format {
+        RowFormat::Packed { rope } => rope,
+        _ => 0,
+    };
+    let narrow = !matches!(format, RowFormat::Plain(KvDtype::F32) | RowFormat::Key);
+    if narrow && [width, value, rope].iter().all(|size| size.is_multiple_of(8)) {
+        // With two parts a warp has the registers for half as many heads.
+        for at_once in [64 / parts as usize, 32, 16].into_iter().filter(|at_once| heads > at_once / 2 || *at_once == 16)
+        {
+            let shared = tile_bytes(format, width, at_once, parts as usize);
+            if shared + FIXED_BYTES <= limit {
+                let unit = Unit::LatentTiles { format, width: columns, value: values, heads: at_once as u32, parts };
+                return Kernel { unit, name: "latent_tiles", heads: at_once, threads: 256, shared };
+            }
+        }
+    }
+    let unit = Unit::Latent { format, width: columns, value: values };
+    Kernel { unit, name: "latent_decode", heads: 8, threads: 128, shared: 4 * (8 * width + 16 * (width | 1)) }
+}
+
+/// Bytes of shared memory that a kernel of tiles has beside those that its launch gives, at most.
+const FIXED_BYTES: usize = 2048;
+
+/// Shared memory of tiles of 32 rows: two of them, or of packed rows two as they come and one of bf16; scores of each of eight warps; weights.
+fn tile_bytes(format: RowFormat, width: usize, heads: usize, parts: usize) -> usize {
+    let row = 2 * (width.next_multiple_of(16) + 8);
+    let rows = match format {
+        RowFormat::Packed { rope } => row + 2 * (width + rope).next_multiple_of(16),
+        _ => 2 * row,
+    };
+    32 * rows + 4 * 8 * 16 * (32 + 4) + 2 * parts * heads * (32 + 8)
+}
 
 /// A run, checked.
 struct Run<'a> {
@@ -84,7 +132,7 @@ impl CudaDevice {
         let checked = runs.iter().map(|run| self.run_of(op, run, rows)).collect::<Result<Vec<_>, _>>()?;
         let longest = (0..rows).map(|row| checked.iter().map(|run| run.count(row)).sum::<usize>()).max().unwrap_or(0);
         let splits = longest.div_ceil(SPLIT_ROWS).max(1);
-        let unit = Unit::Latent { format, width: width as u32, value: value as u32 };
+        let kernel = kernel_of(format, (width, value), heads, self.row_parts(format), self.driver.gpu().shared_bytes);
         let row_bytes = 4 * product(op, &[heads, splits, value + 2])?;
         let at_once = (PARTIAL_BYTES / row_bytes).clamp(1, 65_535);
         let partial = self.room(at_once.min(rows.max(1)) * row_bytes / 4)?;
@@ -118,10 +166,10 @@ impl CudaDevice {
                     run.spans.touches(tell, first..first + count, run.pages, run.layer);
                 }
             };
-            let shared = 4 * (8 * width + 16 * (width | 1));
-            let extent = Extent { grid: [splits, heads.div_ceil(8), count], threads: 128, shared };
+            let Kernel { unit, name, heads: at_once, threads, shared } = kernel;
+            let extent = Extent { grid: [splits, heads.div_ceil(at_once), count], threads, shared };
             // SAFETY: spans and lists name rows of the pools, and the buffers have room for the rows.
-            unsafe { self.run_touching(unit, "latent_decode", extent, &args, &touches)? };
+            unsafe { self.run_touching(unit, name, extent, &args, &touches)? };
             let args = [
                 sums,
                 weights,
@@ -137,6 +185,15 @@ impl CudaDevice {
             unsafe { self.run(unit, "latent_merge", Extent::plane(heads, count, 128), &args)? };
         }
         Ok(())
+    }
+
+    /// Parts of 16 bits that queries, and weights of values, are cut into where they meet rows on tensor cores. Packed rows are rounded anew in each layer, where a
+    /// difference in the last bits grows to one of their steps: they always get two.
+    pub(super) fn row_parts(&self, format: RowFormat) -> u32 {
+        match (self.arithmetic, format) {
+            (Arithmetic::Fast, RowFormat::Plain(_)) => 1,
+            _ => 2,
+        }
     }
 
     fn run_of<'a>(&self, op: &'static str, run: &RowRun<'a>, rows: usize) -> Result<Run<'a>, KernelError> {
@@ -161,5 +218,35 @@ impl CudaDevice {
             page_rows: run.pool.layout().page_rows,
             picks,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_taken_where_they_fit() {
+        let of = |format, dims, heads, parts, limit| {
+            let kernel = kernel_of(format, dims, heads, parts, limit);
+            (kernel.name, kernel.heads)
+        };
+        let (half, hopper, ada) = (RowFormat::Plain(KvDtype::BF16), 227 * 1024, 99 * 1024);
+        let packed = RowFormat::Packed { rope: 64 };
+        for (format, dims, heads, parts, limit, expected) in [
+            (half, (576, 512), 128, 1, hopper, ("latent_tiles", 64)),
+            (half, (576, 512), 128, 2, hopper, ("latent_tiles", 32)),
+            (half, (576, 512), 40, 1, hopper, ("latent_tiles", 64)),
+            (half, (576, 512), 32, 1, hopper, ("latent_tiles", 32)),
+            (half, (576, 512), 16, 1, hopper, ("latent_tiles", 16)),
+            (half, (576, 512), 1, 2, hopper, ("latent_tiles", 16)),
+            (packed, (512, 512), 64, 2, ada, ("latent_tiles", 32)),
+            (half, (576, 512), 128, 1, 48 * 1024, ("latent_decode", 8)),
+            (half, (577, 512), 128, 1, hopper, ("latent_decode", 8)),
+            (RowFormat::Packed { rope: 4 }, (512, 512), 128, 1, hopper, ("latent_decode", 8)),
+            (RowFormat::Plain(KvDtype::F32), (576, 512), 128, 1, hopper, ("latent_decode", 8)),
+        ] {
+            assert_eq!(of(format, dims, heads, parts, limit), expected, "{format:?} {dims:?} {heads} {parts}");
+        }
     }
 }

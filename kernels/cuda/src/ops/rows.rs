@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvdock_kernels::ops::{
     Indices, Picks, RowAttention, RowFormat, RowOps, RowPool, RowRun, RowSpan, RowSpans, SpanTable,
 };
-use kvdock_kernels::{Buf, KernelError, PagePool, PageSpec};
+use kvdock_kernels::{Buf, KernelError, KvDtype, PagePool, PageSpec};
 use parking_lot::Mutex;
 
 use super::super::device::{CudaDevice, product, shape, size};
@@ -136,6 +136,31 @@ fn row_kernel(stem: &str, format: RowFormat) -> String {
     }
 }
 
+/// A kernel that scores keys.
+struct Scores {
+    unit: Unit,
+    name: String,
+    /// Keys of a block.
+    keys: usize,
+    /// Bytes of dynamic shared memory.
+    shared: usize,
+}
+
+/// Tiles on tensor cores where they take such keys and fit into `limit` bytes of shared memory, else plain arithmetic.
+fn scores_of(format: RowFormat, heads: usize, dim: usize, parts: u32, limit: usize) -> Scores {
+    if format != RowFormat::Plain(KvDtype::F32) && dim.is_multiple_of(16) && (16..=128).contains(&dim) {
+        let key = if format == RowFormat::Key { dim + 16 } else { 2 * dim + 16 };
+        // A weight and a query for each head, and 32 keys for each of four warps.
+        let shared = heads.next_multiple_of(16) * (4 + 2 * parts as usize * (dim + 8)) + 4 * 32 * key;
+        if shared <= limit {
+            let name = row_kernel("index_tiles", format);
+            return Scores { unit: Unit::IndexTiles { parts }, name, keys: 512, shared };
+        }
+    }
+    let shared = 4 * (heads * dim + 32 * (dim | 1));
+    Scores { unit: Unit::Index, name: row_kernel("index_scores", format), keys: 32, shared }
+}
+
 impl RowOps for CudaDevice {
     fn alloc_page_pool(&self, spec: PageSpec) -> Result<PagePool, KernelError> {
         let memory = CudaPages::new(self.id, spec, &self.driver, &self.order)?;
@@ -223,6 +248,8 @@ impl RowOps for CudaDevice {
         let need = product(op, &[rows, heads, dim])?;
         let (queries, weights) =
             (self.floats(op, "queries", queries, need)?, self.floats(op, "weights", weights, rows * heads)?);
+        let kernel =
+            scores_of(layout.format, heads, dim, self.row_parts(layout.format), self.driver.gpu().shared_bytes);
         let lists = self.room(product(op, &[rows, top_k])?)?;
         size(op, "lists", rows * top_k)?;
         let counts = self.room(rows)?;
@@ -245,12 +272,11 @@ impl RowOps for CudaDevice {
                 size(op, "rows of a page", layout.page_rows)?,
                 Arg::U64(pages.page_bytes() as u64),
             ];
-            let shared = 4 * (heads * dim + 32 * (dim | 1));
-            let extent = Extent { grid: [longest.div_ceil(32), count, 1], threads: 128, shared };
+            let extent =
+                Extent { grid: [longest.div_ceil(kernel.keys), count, 1], threads: 128, shared: kernel.shared };
             let touches = |tell: &mut dyn FnMut(Touch)| spans.touches(tell, first..first + count, pages, keys.layer());
-            let name = row_kernel("index_scores", layout.format);
             // SAFETY: spans lie within the pool, and the buffers have room for the rows.
-            unsafe { self.run_touching(Unit::Index, &name, extent, &args, &touches)? };
+            unsafe { self.run_touching(kernel.unit, &kernel.name, extent, &args, &touches)? };
             let args = [
                 left,
                 Arg::U64(longest as u64),

@@ -76,11 +76,15 @@ fn pools_of_others_are_refused() {
 #[test]
 fn rows_are_written_picked_and_attended_to() {
     let (tokens, heads, index_heads, top_k) = (43, 9, 4, 6);
-    for (format, width, page_rows) in [
-        (RowFormat::Plain(KvDtype::F32), 40, 5),
-        (RowFormat::Plain(KvDtype::F16), 24, 8),
-        (RowFormat::Plain(KvDtype::BF16), 24, 8),
-        (RowFormat::Packed { rope: 16 }, 80, 6),
+    // Fast arithmetic rounds queries and weights to the type of plain rows of 16 bits.
+    for (arithmetic, format, width, page_rows, tolerance) in [
+        (Arithmetic::Fast, RowFormat::Plain(KvDtype::F32), 40, 5, 2e-5),
+        (Arithmetic::Reproducible, RowFormat::Plain(KvDtype::F16), 24, 8, 2e-5),
+        (Arithmetic::Fast, RowFormat::Plain(KvDtype::F16), 24, 8, 4e-3),
+        (Arithmetic::Reproducible, RowFormat::Plain(KvDtype::BF16), 24, 8, 2e-5),
+        (Arithmetic::Fast, RowFormat::Plain(KvDtype::BF16), 24, 8, 3e-2),
+        (Arithmetic::Fast, RowFormat::Packed { rope: 16 }, 80, 6, 2e-5),
+        (Arithmetic::Reproducible, RowFormat::Packed { rope: 12 }, 76, 6, 2e-5),
     ] {
         let compute = |device: &dyn Device| {
             let layout = |format, elements| RowLayout { format, page_rows, elements };
@@ -122,9 +126,9 @@ fn rows_are_written_picked_and_attended_to() {
             device.read(&out, 0, &mut read).unwrap();
             [both, read].concat()
         };
-        let rig = Rig::computing(Arithmetic::Fast);
+        let rig = Rig::computing(arithmetic);
         let (found, expected) = (compute(&rig.device), compute(&CpuDevice::new(1).unwrap()));
-        assert_near(&format!("{format:?}"), &found, &expected, 2e-5);
+        assert_near(&format!("{format:?}, {arithmetic:?}"), &found, &expected, tolerance);
         assert!(expected.iter().any(|x| x.abs() > 0.01));
         rig.end();
     }
