@@ -24,7 +24,7 @@ use crate::row::{Better, Goal, Report, Row};
 
 const CLIENTS: usize = 64;
 /// Requests of a client, of which the first is not counted.
-const REQUESTS: usize = 3;
+const REQUESTS: usize = 5;
 /// Tokens of an answer.
 const ANSWER: usize = 1;
 /// Milliseconds.
@@ -171,7 +171,7 @@ fn ask_all(address: &str, requests: usize, moments: Moments) -> Result<Vec<(Inst
             .map(|client| {
                 let ready = &ready;
                 scope.spawn(move || {
-                    let http = Client::new(address);
+                    let http = Client::without_limit(address);
                     let mut random = fastrand::Rng::with_seed(client as u64);
                     ready.wait();
                     let mut spans = Vec::new();

@@ -96,7 +96,7 @@ pub fn parse_body(headers: &HeaderMap, body: &Bytes) -> Result<Fields, ApiError>
         ApiError::bad_request(format!("the body is not valid JSON: {error}")).with_code("invalid_json")
     })?;
     match value {
-        Value::Object(map) => Ok(Fields::new(map)),
+        Value::Object(map) => Ok(Fields { bytes: body.len(), ..Fields::new(map) }),
         other => Err(ApiError::bad_request(format!("the body is {}, but a JSON object is wanted", name_of(&other)))),
     }
 }
@@ -107,12 +107,19 @@ pub struct Fields {
     map: Map<String, Value>,
     /// Path in front of the names in messages, ending in a dot unless empty.
     prefix: String,
+    /// Bytes of the body they came in.
+    bytes: usize,
 }
 
 impl Fields {
     /// The fields of `map` at the top of the body.
     pub fn new(map: Map<String, Value>) -> Self {
-        Self { map, prefix: String::new() }
+        Self { map, prefix: String::new(), bytes: 0 }
+    }
+
+    /// Bytes of the body that they came in; 0 if they came in none.
+    pub fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// The same fields, named below `parent` in messages.
@@ -233,7 +240,9 @@ impl Fields {
     pub fn object(&mut self, name: &str) -> Result<Option<Fields>, ApiError> {
         match self.take(name) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields { map, prefix: format!("{}.", self.path(name)) })),
+            Some(Value::Object(map)) => {
+                Ok(Some(Fields { map, prefix: format!("{}.", self.path(name)), bytes: self.bytes }))
+            }
             Some(other) => self.wrong(name, &other, "an object"),
         }
     }

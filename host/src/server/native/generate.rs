@@ -60,7 +60,7 @@ struct Generate {
 pub(in crate::server) async fn generate(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
     let (reading, reader) = (served.clone(), server.clone());
-    let job = reading::reading(move |client| read(fields, &reading, &reader.unknown, client)).await?;
+    let job = reading::reading(fields.bytes(), move |client| read(fields, &reading, &reader.unknown, client)).await?;
     served
         .engine
         .check_samples(job.requests.len(), job.n)

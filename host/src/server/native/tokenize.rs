@@ -15,7 +15,7 @@ use super::super::state::{Served, Server};
 /// Text, texts or a conversation to token ids.
 pub(in crate::server) async fn tokenize(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.served()?;
-    reading::reading(move |client| read_tokenize(fields, &served, &server, client)).await
+    reading::reading(fields.bytes(), move |client| read_tokenize(fields, &served, &server, client)).await
 }
 
 fn read_tokenize(mut fields: Fields, served: &Served, server: &Server, client: &Client) -> Result<Response, ApiError> {

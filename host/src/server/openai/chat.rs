@@ -52,7 +52,7 @@ pub(in crate::server) async fn chat_completions(server: Arc<Server>, fields: Fie
     let served = server.accepting()?;
     let reading = served.clone();
     let Chat { common, logprobs, request } =
-        reading::reading(move |client| read(fields, &reading, &server, client)).await?;
+        reading::reading(fields.bytes(), move |client| read(fields, &reading, &server, client)).await?;
     let streams = common::submit(&served, vec![request], chat_name)?;
     if common.stream {
         let chunks = ChatChunks::new(common, logprobs, served.tokenizer.clone());

@@ -43,7 +43,7 @@ pub(super) struct TextRequest {
 pub(in crate::server) async fn completions(server: Arc<Server>, fields: Fields) -> Result<Response, ApiError> {
     let served = server.accepting()?;
     let (reading, reader) = (served.clone(), server.clone());
-    let mut text = reading::reading(move |client| read(fields, &reading, &reader, client)).await?;
+    let mut text = reading::reading(fields.bytes(), move |client| read(fields, &reading, &reader, client)).await?;
     if text.requests.len() > 1 {
         let members = text.requests.iter().map(|request| request.id.clone()).collect();
         text.group = Some(server.group(&text.common.id, members)?);
