@@ -17,6 +17,7 @@ pub mod metrics;
 pub mod mooncake;
 pub mod other;
 pub mod paths;
+pub mod port;
 pub mod process;
 pub mod prompt;
 pub mod server;

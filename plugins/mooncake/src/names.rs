@@ -2,6 +2,7 @@
 
 mod sglang;
 
+use data_encoding::HEXLOWER;
 use kvdock_plugin_api::{CacheMode, Error, ErrorKind, Identity, PageKey, Pool, Result};
 use sha2::{Digest, Sha256};
 
@@ -40,7 +41,7 @@ impl Names {
     pub fn new(tag: &str, namespace: &[u8; 32]) -> Names {
         let dash = if tag.is_empty() { "" } else { "-" };
         let mut prefix = format!("{tag}{dash}kvdock/");
-        hex(&mut prefix, namespace.get(..16).unwrap_or_default());
+        HEXLOWER.encode_append(namespace.get(..16).unwrap_or_default(), &mut prefix);
         prefix.push('/');
         Names { prefix, sglang: None }
     }
@@ -82,12 +83,12 @@ impl Names {
     pub fn append(&self, names: &mut String, label: &str, key: &PageKey) {
         names.push_str(&self.prefix);
         if self.sglang.is_some() {
-            hex(names, key);
+            HEXLOWER.encode_append(key, names);
             names.push_str(label);
         } else {
             names.push_str(label);
             names.push('/');
-            hex(names, key);
+            HEXLOWER.encode_append(key, names);
         }
     }
 
@@ -95,7 +96,7 @@ impl Names {
     pub fn group(&self, key: &PageKey) -> String {
         let mut name = if self.sglang.is_some() { sglang::GROUP.to_owned() } else { String::new() };
         name.push_str(&self.prefix);
-        hex(&mut name, key);
+        HEXLOWER.encode_append(key, &mut name);
         name
     }
 
@@ -103,20 +104,6 @@ impl Names {
     pub fn all(&self) -> Option<String> {
         // A tag may have dots; everything else stands for itself.
         (!self.are_foreign()).then(|| format!("^{}.*", self.prefix.replace('.', "\\.")))
-    }
-}
-
-fn hex(out: &mut String, bytes: &[u8]) {
-    // A call has hundreds of names of 64 digits: written one by one they would take a good part of the time that their answer takes.
-    const AT_ONCE: usize = 32;
-    let digit = |half: u8| if half < 10 { b'0' + half } else { b'a' - 10 + half };
-    for bytes in bytes.chunks(AT_ONCE) {
-        let mut digits = [0; 2 * AT_ONCE];
-        for (pair, byte) in digits.chunks_exact_mut(2).zip(bytes) {
-            pair.copy_from_slice(&[digit(byte >> 4), digit(byte & 15)]);
-        }
-        let written = digits.get(..2 * bytes.len()).unwrap_or_default();
-        out.push_str(std::str::from_utf8(written).unwrap_or_default());
     }
 }
 
@@ -136,7 +123,7 @@ fn pool_tag(pool: &Pool) -> String {
     let plain = |c: char| if c.is_ascii_lowercase() || c.is_ascii_digit() { c } else { '_' };
     let mut tag: String = pool.name().chars().take(20).map(|c| plain(c.to_ascii_lowercase())).collect();
     tag.push('-');
-    hex(&mut tag, digest.finalize().get(..4).unwrap_or_default());
+    HEXLOWER.encode_append(digest.finalize().get(..4).unwrap_or_default(), &mut tag);
     tag
 }
 

@@ -5,7 +5,7 @@ mod common;
 
 use std::process::{Child, Command, Stdio};
 
-use common::services::{Master, Mode, Official, free_port, home};
+use common::services::{Master, Mode, Official, Port, home};
 use common::*;
 use kvdock_plugin_api::PageStatus;
 use kvdock_plugin_mooncake::wire::rpc;
@@ -82,22 +82,27 @@ fn the_masters_shared_folder_keeps_no_put_of_ours_from_its_end() {
     assert!(master.keys().is_empty());
 }
 
-struct Peer(Child);
+/// A process, and the port that it listens at.
+struct Peer {
+    child: Child,
+    _port: Port,
+}
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
 /// A storage peer that keeps copies on its own disk.
 fn peer_with_disk(master: &Master, folder: &std::path::Path) -> Peer {
+    let port = Port::take();
     let child = Command::new(home().join("mooncake/mooncake_client"))
         .args(["--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp", "--global_segment_size=16 MB"])
         .args(["--enable_offload=true", "--local_buffer_size=64 MB"])
         .arg(format!("--master_server_address={}", master.address()))
-        .arg(format!("--port={}", free_port()))
+        .arg(format!("--port={}", port.number))
         .env("MC_TCP_BIND_ADDRESS", "127.0.0.1")
         .env("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", folder)
         .env("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend")
@@ -106,7 +111,7 @@ fn peer_with_disk(master: &Master, folder: &std::path::Path) -> Peer {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn();
-    Peer(child.unwrap())
+    Peer { child: child.unwrap(), _port: port }
 }
 
 #[test]

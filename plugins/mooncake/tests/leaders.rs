@@ -5,7 +5,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::services::{Etcd, Master, Official, free_port};
+use common::services::{Etcd, Master, Official, Port};
 use common::*;
 use kvdock_plugin_api::mock::{Instance, MockHost, Options, identity, table_of};
 use kvdock_plugin_api::{ErrorKind, HealthState};
@@ -40,7 +40,8 @@ fn i1871_clients_follow_the_leader_that_etcd_names_and_begin_anew_with_one_that_
     leads(&[&first]);
     let mut second = Master::start_of_several(&etcd, "leaders");
     // The first endpoint answers nobody: the next one is asked.
-    let endpoints = format!("127.0.0.1:{};{}", free_port(), etcd.endpoint());
+    let nobody = Port::take();
+    let endpoints = format!("127.0.0.1:{};{}", nobody.number, etcd.endpoint());
     let bench = Bench::new(&config(&endpoints, 64 << 20), pool(20, 50_000));
     let reader = Bench::new(&config(&etcd.endpoint(), 0), pool(20, 50_000));
     let address = format!("etcd://{}", etcd.endpoint());

@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 
+use common::services::Port;
 use common::*;
 use kvdock_plugin_api::ErrorKind;
 use kvdock_plugin_mooncake::wire::frame::{REPLY_HEADER, REQUEST_HEADER, Reply, Request};
@@ -74,7 +75,8 @@ fn i2579_a_master_of_an_older_release_is_refused_at_the_start_with_its_release_i
 
 #[test]
 fn i12740_a_master_that_is_not_there_is_an_error_at_the_start() {
-    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let nobody = Port::take();
+    let address = format!("127.0.0.1:{}", nobody.number);
     let (_, store) = try_attach(&format!(r#"{{"master_server_address":"{address}"}}"#), "m", &[&pool(4, 4096)]);
     let error = store.unwrap_err();
     assert_eq!((error.kind, error.retryable), (ErrorKind::Unavailable, true), "{error}");

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use data_encoding::HEXLOWER;
 use kvdock_plugin_api::{ComponentKind, Error, ErrorKind, Identity, PageKey, Pool, PoolRole, Result};
 use sha2::{Digest, Sha256};
 
@@ -38,7 +39,7 @@ impl Names {
             Scheme::Kvdock => {
                 let dash = if tag.is_empty() { "" } else { "-" };
                 let mut prefix = format!("{tag}{dash}kvdock/");
-                hex(&mut prefix, identity.namespace.get(..16).unwrap_or_default());
+                HEXLOWER.encode_append(identity.namespace.get(..16).unwrap_or_default(), &mut prefix);
                 prefix.push('/');
                 prefix
             }
@@ -128,7 +129,7 @@ impl PoolNames {
         let suffix = self.parts.get(part).map_or("", |(suffix, _)| suffix.as_str());
         let mut name = String::with_capacity(self.before.len() + 64 + suffix.len());
         name.push_str(&self.before);
-        hex(&mut name, key);
+        HEXLOWER.encode_append(key, &mut name);
         name.push_str(suffix);
         name.into_bytes()
     }
@@ -139,20 +140,6 @@ fn kind_of(pool: &Pool, segment: usize) -> Option<ComponentKind> {
     let mut kinds = pool.components().iter().filter(|part| part.segment == segment).map(|part| part.kind);
     let first = kinds.next()?;
     kinds.all(|kind| kind == first).then_some(first)
-}
-
-fn hex(out: &mut String, bytes: &[u8]) {
-    // A call has hundreds of names of 64 digits: written one by one they would take a good part of the time that their answer takes.
-    const AT_ONCE: usize = 32;
-    let digit = |half: u8| if half < 10 { b'0' + half } else { b'a' - 10 + half };
-    for bytes in bytes.chunks(AT_ONCE) {
-        let mut digits = [0; 2 * AT_ONCE];
-        for (pair, byte) in digits.chunks_exact_mut(2).zip(bytes) {
-            pair.copy_from_slice(&[digit(byte >> 4), digit(byte & 15)]);
-        }
-        let written = digits.get(..2 * bytes.len()).unwrap_or_default();
-        out.push_str(std::str::from_utf8(written).unwrap_or_default());
-    }
 }
 
 /// What a pool is called in names of ours: up to 20 characters of its own name, and a digest of all that shapes its pages. So pages of
@@ -171,7 +158,7 @@ fn pool_tag(pool: &Pool) -> String {
     let plain = |c: char| if c.is_ascii_lowercase() || c.is_ascii_digit() { c } else { '_' };
     let mut tag: String = pool.name().chars().take(20).map(|c| plain(c.to_ascii_lowercase())).collect();
     tag.push('-');
-    hex(&mut tag, digest.finalize().get(..4).unwrap_or_default());
+    HEXLOWER.encode_append(digest.finalize().get(..4).unwrap_or_default(), &mut tag);
     tag
 }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::{Process, command, free_port};
+use super::{Port, Process, command};
 use crate::paths;
 
 /// How long a start may take on a busy machine.
@@ -14,8 +14,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Etcd {
     process: Process,
     scratch: tempfile::TempDir,
-    port: u16,
-    peer_port: u16,
+    port: Port,
+    peer_port: Port,
 }
 
 /// The program: the one on the path, or the one that `cargo xtask setup` fetched.
@@ -32,8 +32,8 @@ impl Etcd {
     /// Starts one and waits until it answers.
     pub fn start() -> Etcd {
         let scratch = tempfile::tempdir().expect("there are temporary folders");
-        let (port, peer_port) = (free_port(), free_port());
-        let process = Etcd::spawn(&scratch, port, peer_port);
+        let (port, peer_port) = (Port::take(), Port::take());
+        let process = Etcd::spawn(&scratch, port.number, peer_port.number);
         let mut etcd = Etcd { process, scratch, port, peer_port };
         etcd.wait();
         etcd
@@ -53,7 +53,7 @@ impl Etcd {
     }
 
     fn wait(&mut self) {
-        let url = format!("http://127.0.0.1:{}/health", self.port);
+        let url = format!("http://127.0.0.1:{}/health", self.port.number);
         let config = ureq::Agent::config_builder().timeout_global(Some(Duration::from_secs(5))).proxy(None).build();
         let agent = ureq::Agent::from(config);
         let began = Instant::now();
@@ -67,7 +67,7 @@ impl Etcd {
 
     /// `HOST:PORT` for clients.
     pub fn endpoint(&self) -> String {
-        format!("127.0.0.1:{}", self.port)
+        format!("127.0.0.1:{}", self.port.number)
     }
 
     /// Ends it as kill -9 does.
@@ -77,7 +77,7 @@ impl Etcd {
 
     /// Starts it again with what it has stored.
     pub fn start_again(&mut self) {
-        self.process = Etcd::spawn(&self.scratch, self.port, self.peer_port);
+        self.process = Etcd::spawn(&self.scratch, self.port.number, self.peer_port.number);
         self.wait();
     }
 }

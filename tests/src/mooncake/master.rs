@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::{Etcd, Process, command, free_port, home};
+use super::{Etcd, Port, Process, command, home};
 
 /// How long a start may take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Ports are free when they are drawn; somebody else may take one before the master does. Then it ends, or never serves.
+/// A port that nobody of the tests has may be taken by somebody else before the master does. Then it ends, or never serves.
 const TRIES: usize = 5;
 /// How long one of these tries may take.
 const TRY: Duration = Duration::from_secs(30);
@@ -37,6 +37,8 @@ pub struct Master {
     /// Port of its figures and its admin interface.
     pub metrics: u16,
     http: u16,
+    /// Holds the three numbers.
+    _ports: [Port; 3],
     flags: Vec<String>,
 }
 
@@ -69,10 +71,11 @@ impl Master {
 
     fn begin(flags: &[&str]) -> Master {
         let scratch = tempfile::tempdir().expect("there are temporary folders");
-        let (port, metrics, http) = (free_port(), free_port(), free_port());
+        let ports = [Port::take(), Port::take(), Port::take()];
+        let [port, metrics, http] = [0, 1, 2].map(|at: usize| ports[at].number);
         let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let process = Master::spawn(scratch.path(), port, metrics, http, &flags);
-        Master { process, scratch, port, metrics, http, flags }
+        Master { process, scratch, port, metrics, http, _ports: ports, flags }
     }
 
     fn spawn(scratch: &Path, port: u16, metrics: u16, http: u16, flags: &[String]) -> Process {

@@ -9,11 +9,11 @@ pub use master::{Master, Mode};
 pub use official::Official;
 
 use std::fs::File;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::paths;
+pub use crate::port::Port;
 
 const RELEASE: &str = "0.3.13.post1";
 
@@ -35,12 +35,6 @@ pub fn home() -> PathBuf {
         home.display()
     );
     home
-}
-
-/// A port that nobody listens on now.
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("there are free ports");
-    listener.local_addr().expect("a bound port has a number").port()
 }
 
 /// A program whose output goes to a file.

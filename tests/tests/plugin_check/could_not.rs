@@ -8,6 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use kvdock_tests::paths;
+use kvdock_tests::port::Port;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{c_plugin, check, line, text};
@@ -91,8 +92,8 @@ fn an_interrupted_check_left_its_folders_behind() {
 #[test]
 fn a_store_that_could_not_be_reached_was_a_plugin_that_breaks_every_rule() {
     let plugin = paths::mooncake_plugin();
-    // Nobody listens there: the port is held, and closed again.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let nobody = Port::take();
+    let port = nobody.number;
     let config = format!(r#"{{"master_server_address":"127.0.0.1:{port}","global_segment_size":0}}"#);
     let output = check(&plugin, &["--config", &config]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output));

@@ -6,6 +6,7 @@ mod losses;
 mod probe;
 mod segment;
 mod state;
+mod under_way;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,9 +27,12 @@ use crate::wire::{Uuid, rpc};
 pub use leader::{Election, SCHEME};
 pub use segment::Lent;
 pub use state::State;
+pub use under_way::{Claim, Removals, UnderWay};
 
 /// How long one call to the master may take.
 pub const RPC_TIME: Duration = Duration::from_secs(10);
+/// How long after a first heartbeat that failed the next one comes.
+const FIRST_BEATS: Duration = Duration::from_millis(50);
 /// How long requests of peers under way may take when this process leaves.
 const DRAIN: Duration = Duration::from_secs(2);
 
@@ -43,6 +47,8 @@ pub struct Member {
     pub peers: Peers,
     pub lent: Option<Lent>,
     pub state: State,
+    /// Objects that calls of this process are just storing or removing.
+    pub under_way: UnderWay,
     /// Counts up when the master has forgotten this client: what it said before means nothing any more.
     pub epoch: AtomicU64,
     /// The master has forgotten this client, and has not taken its memory again yet.
@@ -115,6 +121,7 @@ impl Member {
             peers: Peers::new(metadata, config.lanes).with_rdma(rdma),
             lent: None,
             state: State::new(host),
+            under_way: UnderWay::default(),
             epoch: AtomicU64::new(0),
             forgotten: AtomicBool::new(false),
             loss_due: Mutex::default(),
@@ -132,7 +139,7 @@ impl Member {
             member.mount(limit)?;
             // The master takes the segment once more when it first hears of this client. It must have done so before it places anything
             // there: what it had placed would be forgotten, and its room given out again.
-            member.ping(false);
+            member.be_known(limit)?;
         }
         if config.check_server {
             probe::wait_for_segment(&member, config, limit)?;
@@ -143,6 +150,18 @@ impl Member {
             member.start("kvdock-mc-lead", move |member| member.follow_leaders(&election, view))?;
         }
         Ok(member)
+    }
+
+    /// Beats until the master knows this client.
+    fn be_known(&self, limit: &Limit<'_>) -> Result<()> {
+        while !self.ping(false) {
+            let Ok(left) = limit.left() else {
+                let why = self.state.report().reason;
+                return Err(Error::new(ErrorKind::Unavailable, why).retryable());
+            };
+            std::thread::sleep(FIRST_BEATS.min(left));
+        }
+        Ok(())
     }
 
     fn start(self: &Arc<Member>, name: &str, work: impl FnOnce(&Member) + Send + 'static) -> Result<()> {
@@ -163,6 +182,8 @@ impl Member {
 
     /// Has the puts of names taken back soon: when the call that began them has no time left for it.
     pub fn revoke_later(&self, names: impl IntoIterator<Item = String>, kind: ReplicaType) {
+        let names: Vec<String> = names.into_iter().collect();
+        self.under_way.claim_more(names.iter().map(String::as_str));
         self.revokes.lock().extend(names.into_iter().map(|name| (name, kind)));
         self.wake.notify_all();
     }
@@ -175,11 +196,12 @@ impl Member {
             if names.is_empty() {
                 continue;
             }
-            let request = (self.id, names, kind, self.tenant.as_str());
+            let request = (self.id, names.clone(), kind, self.tenant.as_str());
             if let Err(error) = self.heart.call::<rpc::BatchPutRevoke>(&request, &Limit::within(RPC_TIME)) {
                 // The master gives up unfinished puts by itself after a while.
                 self.host.log(LogLevel::Debug, "member", &format!("puts could not be taken back: {error}"));
             }
+            self.under_way.give_back(names.into_iter());
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use data_encoding::HEXLOWER;
 use kvdock_plugin_api::{Error, ErrorKind, LogLevel, Result};
 
 use super::{Member, RPC_TIME, error_of};
@@ -106,7 +107,7 @@ impl Lent {
 }
 
 pub(super) fn short(id: &Uuid) -> String {
-    id.0.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(id.0.get(..4).unwrap_or_default())
 }
 
 impl Member {

@@ -44,6 +44,7 @@ impl Store {
                 }
             }
             if !lost.is_empty() {
+                let _removing = self.member.under_way.remove();
                 // Where it fails, they count as stored.
                 let _ = master.call::<rpc::BatchRemove>(&(lost, true, tenant), &limit);
             }

@@ -5,6 +5,7 @@ use kvdock_plugin_api::{Batch, Call, ClearScope, Error, ErrorKind, LogLevel, Pag
 use super::Store;
 use super::items::Use;
 use crate::member::{RPC_TIME, error_of};
+use crate::rpc::RpcError;
 use crate::wire::{ErrorCode, rpc};
 
 impl Store {
@@ -17,9 +18,13 @@ impl Store {
             items.settle();
             return Ok(());
         }
-        let names = items.list.iter().map(|item| item.name.as_str()).collect();
-        let request = (names, true, self.member.tenant.as_str());
+        let names: Vec<&str> = items.list.iter().map(|item| item.name.as_str()).collect();
         let limit = Store::limit(&call).at_most(RPC_TIME);
+        // The master removes nothing that is just being stored.
+        let claim = self.member.under_way.claim(names.iter().copied(), &limit);
+        let _claim = claim.map_err(|stop| error_of(&RpcError::stopped(stop)))?;
+        let _removing = self.member.under_way.remove();
+        let request = (names, true, self.member.tenant.as_str());
         let removed =
             self.member.master.call::<rpc::BatchRemove>(&request, &limit).map_err(|error| error_of(&error))?;
         for (item, removed) in items.list.iter().zip(removed) {
@@ -46,6 +51,7 @@ impl Store {
         };
         let limit = Store::limit(call);
         let request = (names.as_str(), true, self.member.tenant.as_str());
+        let _removing = self.member.under_way.remove();
         let removed =
             self.member.master.call::<rpc::RemoveByRegex>(&request, &limit).map_err(|error| error_of(&error))?;
         match removed {

@@ -10,7 +10,7 @@ use super::items::{Item, Items};
 use super::{MOST_NAMES, Store};
 use crate::data::{Job, Operation, Outcome, transfer};
 use crate::limit::Limit;
-use crate::member::{RPC_TIME, error_of};
+use crate::member::{RPC_TIME, Removals, error_of};
 use crate::rpc::Ticket;
 use crate::wire::types::{Buffer, Place, ReplicaStatus, Replicas};
 use crate::wire::{ErrorCode, rpc};
@@ -24,6 +24,18 @@ struct Found<'a> {
     used: Vec<(u64, u64)>,
     until: Instant,
     lease: Duration,
+    /// Bytes of it came when its lease was over: they may be another object's, unless it has been there all the time.
+    overdue: bool,
+}
+
+impl Found<'_> {
+    /// Whether its bytes have come from places where it still is, and it can be read on from one of them.
+    fn is_at(&mut self, replicas: &Replicas) -> bool {
+        // One that lies in no memory was read when the session began.
+        let in_memory = !self.buffers.is_empty();
+        self.buffers.retain(|(replica, buffer)| holds(replicas, (*replica, buffer.address)));
+        self.used.iter().all(|used| holds(replicas, *used)) && in_memory != self.buffers.is_empty()
+    }
 }
 
 /// Objects that are being read.
@@ -33,6 +45,7 @@ pub(super) struct Session<'a> {
     found: Vec<Found<'a>>,
     tickets: Vec<Ticket>,
     epoch: u64,
+    removals: Removals,
     why: Option<String>,
 }
 
@@ -43,7 +56,8 @@ impl<'a> Session<'a> {
     /// When the master can't be asked.
     pub fn start(store: &'a Store, items: &'a Items<'a>, limit: &Limit<'_>) -> Result<Session<'a>> {
         let epoch = store.member.epoch.load(Ordering::Acquire);
-        let mut session = Session { store, items, found: Vec::new(), tickets: Vec::new(), epoch, why: None };
+        let removals = store.member.under_way.removals();
+        let mut session = Session { store, items, found: Vec::new(), tickets: Vec::new(), epoch, removals, why: None };
         for list in items.list.chunks(MOST_NAMES) {
             let names = list.iter().map(|item| item.name.as_str()).collect();
             let request = (names, store.member.tenant.as_str());
@@ -79,12 +93,11 @@ impl<'a> Session<'a> {
             })
             .unzip();
         let read = self.store.read_elsewhere(self.items, &places, limit);
-        for (object, read) in found.into_iter().zip(read) {
+        for (mut object, read) in found.into_iter().zip(read) {
             match read {
-                Ok(()) if Instant::now() < object.until => self.found.push(object),
                 Ok(()) => {
-                    self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_expired_pages", "", 1.0);
-                    object.item.finish(PageStatus::Failed);
+                    object.overdue = Instant::now() >= object.until;
+                    self.found.push(object);
                 }
                 Err((status, why)) => {
                     self.store.note_failed(&object.item.name);
@@ -172,12 +185,8 @@ impl<'a> Session<'a> {
     fn settle(&mut self, mut object: Found<'a>, failed: Option<String>, again: &mut Vec<Found<'a>>) {
         let late = Instant::now() >= object.until;
         match failed {
-            None if late => {
-                // The bytes may be another object's by now.
-                self.store.member.host.metric(MetricKind::CounterAdd, "mooncake_expired_pages", "", 1.0);
-                object.item.finish(PageStatus::Failed);
-            }
             None => {
+                object.overdue |= late;
                 self.store.note_good(&object.item.name);
                 let from = object.buffers.last().map(|(replica, buffer)| (*replica, buffer.address));
                 if object.used.last().copied() != from {
@@ -185,7 +194,7 @@ impl<'a> Session<'a> {
                 }
                 self.found.push(object);
             }
-            Some(_) if !late && object.buffers.len() > 1 => {
+            Some(_) if object.buffers.len() > 1 => {
                 object.buffers.pop();
                 again.push(object);
             }
@@ -229,17 +238,19 @@ impl<'a> Session<'a> {
                     continue;
                 }
             };
-            let now = Instant::now();
             for (mut object, replicas) in list.into_iter().zip(listed) {
-                let here = |replicas: &Replicas| object.used.iter().all(|used| holds(replicas, *used));
                 match replicas {
-                    Ok(replicas) if here(&replicas) => {
-                        if now < object.until {
-                            object.until = object.until.max(began + Duration::from_millis(replicas.lease_ms));
-                        }
+                    Ok(replicas) if object.is_at(&replicas) => {
+                        object.until = object.until.max(began + Duration::from_millis(replicas.lease_ms));
+                        object.overdue = false;
                         self.found.push(object);
                     }
-                    _ => object.item.finish(PageStatus::Missing),
+                    _ => {
+                        if object.overdue {
+                            store.member.host.metric(MetricKind::CounterAdd, "mooncake_expired_pages", "", 1.0);
+                        }
+                        object.item.finish(PageStatus::Missing);
+                    }
                 }
             }
         }
@@ -247,15 +258,18 @@ impl<'a> Session<'a> {
 
     /// Checks that the objects were there all the time, and says so of each.
     pub fn end(mut self, limit: &Limit<'_>) {
-        // Their leases were not over when they had been read, so nothing but a removal by force can have taken their places from them. Where the host
-        // knows pages again by a seal it finds other bytes itself; only for those without one the master is asked once more.
-        let (sealed, bare): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.found).into_iter().partition(|object| object.item.sealed);
-        self.found = bare;
+        // While their leases last nothing but a removal by force can take their places from them. Where the host knows pages again by a seal it finds
+        // other bytes itself; so the master is asked once more only for those without one, for those whose leases did not last, and where this
+        // process itself has removed something meanwhile.
+        let removed = self.store.member.under_way.removed_since(self.removals);
+        let (asked, sure): (Vec<_>, Vec<_>) = std::mem::take(&mut self.found)
+            .into_iter()
+            .partition(|object| removed || object.overdue || !object.item.sealed);
+        self.found = asked;
         if !self.found.is_empty() {
             self.ask_again(limit);
         }
-        self.found.extend(sealed);
+        self.found.extend(sure);
         // A master that has started anew hands out the same memory again, whatever it promised before.
         let epoch = self.store.member.epoch.load(Ordering::Acquire);
         let holds = epoch == self.epoch && self.tickets.iter().all(Ticket::holds);
@@ -313,7 +327,8 @@ impl Store {
         }
         if buffers.is_empty() {
             if let Some((replica, place)) = elsewhere {
-                let found = Found { item, buffers, used: vec![(replica, 0)], until: asked + lease, lease };
+                let found =
+                    Found { item, buffers, used: vec![(replica, 0)], until: asked + lease, lease, overdue: false };
                 return Ok((found, Some(place)));
             }
             if unreadable > 0 {
@@ -332,6 +347,6 @@ impl Store {
         });
         // Taken from the end.
         buffers.reverse();
-        Ok((Found { item, buffers, used: Vec::new(), until: asked + lease, lease }, None))
+        Ok((Found { item, buffers, used: Vec::new(), until: asked + lease, lease, overdue: false }, None))
     }
 }

@@ -9,7 +9,7 @@ use super::Store;
 use super::items::{Item, Items, Use};
 use super::put::{Begun, Round};
 use crate::limit::{Limit, Stop};
-use crate::member::{RPC_TIME, error_of};
+use crate::member::{Claim, RPC_TIME, error_of};
 use crate::rpc::RpcError;
 use crate::wire::rpc;
 
@@ -40,6 +40,8 @@ struct Progress<'a> {
     /// Those whose bytes are in place and whose puts have not ended.
     written: Vec<Begun<'a>>,
     error: Option<Error>,
+    /// The objects are this call's alone.
+    claim: Option<Claim<'a>>,
 }
 
 impl Store {
@@ -75,7 +77,7 @@ impl Store {
     /// # Errors
     /// Why none of them was stored.
     pub(super) fn set_together(&self, items: &Items<'_>, limit: &Limit<'_>) -> Result<()> {
-        let Progress { mut written, error } = self.set_items(items, Commit::Together, limit);
+        let Progress { mut written, error, claim: _claim } = self.set_items(items, Commit::Together, limit);
         if let Some(error) = error {
             self.give_up(items, &written, limit);
             return Err(error);
@@ -117,16 +119,26 @@ impl Store {
         let stored = written.iter().filter(|page| matches!(page.round, Round::Stored));
         let names: Vec<&str> = stored.map(|page| page.item.name.as_str()).collect();
         let request = (names, true, self.member.tenant.as_str());
+        let _removing = self.member.under_way.remove();
         if let Err(error) = self.member.master.call::<rpc::BatchRemove>(&request, &limit.at_most(RPC_TIME)) {
             self.warn(&format!("pages that were stored in part could not be removed: {error}"));
         }
     }
 
-    fn set_items<'a>(&self, items: &'a Items<'a>, commit: Commit, limit: &Limit<'_>) -> Progress<'a> {
+    fn set_items<'a>(&'a self, items: &'a Items<'a>, commit: Commit, limit: &Limit<'_>) -> Progress<'a> {
         let mut seen: HashMap<&str, ()> = HashMap::with_capacity(items.list.len());
         let mut open: Vec<&Item<'_>> =
             items.list.iter().filter(|item| seen.insert(item.name.as_str(), ()).is_none()).collect();
         let mut progress = Progress::default();
+        // The claim stays until all of it is stored or taken back.
+        match self.member.under_way.claim(open.iter().map(|item| item.name.as_str()), limit) {
+            Ok(claim) => progress.claim = Some(claim),
+            Err(_) => {
+                open.iter().for_each(|item| item.finish(PageStatus::Failed));
+                progress.error = Some(over(limit));
+                return progress;
+            }
+        }
         self.remove_lost(&open, limit);
         if commit == Commit::Together {
             // Most of what is offloaded a second time is there.

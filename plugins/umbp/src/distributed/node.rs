@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use data_encoding::HEXLOWER;
 use kvdock_plugin_api::{HealthState, HeldChange, HeldPages, HeldTier, Host, LogLevel};
 use parking_lot::{Condvar, Mutex};
 use tonic::Code;
@@ -115,10 +116,6 @@ pub struct Parts {
     pub figures: Arc<Figures>,
     /// For its log.
     pub host: Host,
-}
-
-fn hex(key: &[u8; 32]) -> String {
-    key.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Node {
@@ -371,7 +368,7 @@ impl Node {
         self.master.external(true, vec![MEETING_PLACE.to_owned()], tier::SSD, &limit)?;
         let all: Vec<(i32, Vec<String>)> = {
             let external = self.external.lock();
-            external.iter().map(|(tier, keys)| (*tier, keys.iter().map(hex).collect())).collect()
+            external.iter().map(|(tier, keys)| (*tier, keys.iter().map(|key| HEXLOWER.encode(key)).collect())).collect()
         };
         all.into_iter().try_for_each(|(tier, hashes)| {
             // What was given up meanwhile may not have been passed on either.
@@ -387,7 +384,7 @@ impl Node {
             HeldTier::Host => tier::DRAM,
             HeldTier::Unknown => return,
         };
-        let hashes: Vec<String> = held.keys.iter().map(hex).collect();
+        let hashes: Vec<String> = held.keys.iter().map(|key| HEXLOWER.encode(key)).collect();
         let limit = Limit::of(&held.call, ASK);
         let mut external = self.external.lock();
         let known = external.entry(tier).or_default();
