@@ -9,6 +9,7 @@ use tokio_stream::StreamExt;
 
 use super::error::ApiError;
 use super::fields::{Fields, parse_body};
+use super::reading;
 use super::state::Server;
 
 /// Most time for a body to arrive.
@@ -23,9 +24,7 @@ pub(super) async fn fields(server: &Server, request: Request) -> Result<Fields, 
     if bytes.len() <= LARGE {
         return parse_body(&parts.headers, &bytes);
     }
-    tokio::task::spawn_blocking(move || parse_body(&parts.headers, &bytes))
-        .await
-        .map_err(|_| ApiError::internal("reading the request failed"))?
+    reading::in_turn(move || parse_body(&parts.headers, &bytes)).await
 }
 
 async fn receive(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {

@@ -50,18 +50,29 @@ pub(super) async fn reading<T: Send + 'static>(
     bytes: usize,
     work: impl FnOnce(&Client) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let failed = || ApiError::internal("reading the request failed");
     let client = Client::default();
     if bytes <= SHORT {
-        return catch_unwind(AssertUnwindSafe(|| work(&client))).map_err(|_| failed())?;
+        let done = catch_unwind(AssertUnwindSafe(|| work(&client)));
+        return done.map_err(|_| ApiError::internal("reading the request failed"))?;
     }
     let _watch = Watch(client.clone());
+    in_turn(move || client.is_there().and_then(|()| work(&client))).await
+}
+
+/// Runs `work` on a thread for what takes long, when its turn has come.
+///
+/// # Errors
+/// Those of `work`.
+pub(super) async fn in_turn<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let failed = || ApiError::internal("reading the request failed");
     // It is never closed.
     let turn = READERS.acquire().await.map_err(|_| failed())?;
     tokio::task::spawn_blocking(move || {
         // Kept until the work ends, also when nobody waits for it any more.
         let _turn = turn;
-        client.is_there().and_then(|()| work(&client))
+        work()
     })
     .await
     .map_err(|_| failed())?
