@@ -1,11 +1,10 @@
-// Seals of pages: CRC-32C of a page's components, and the seal's bytes, as the host writes and checks them.
+// Checksums of pages: CRC-32C of a page's components, as its seal has them. The host writes and checks the seals themselves.
 //
 // A checksum is linear: that of a whole is the sum (exclusive or) of those of its parts, each multiplied by x to the number of bits behind it. So each thread takes some rows.
 // Bound by memory in principle; in practice by the table look-ups, four bytes a step.
 #include "common.cuh"
 
 #define POLYNOMIAL 0x82F63B78u
-#define COMPONENTS_AT 80
 
 // The product of two polynomials, bits reflected: bit 31 is the coefficient of 1.
 __device__ __forceinline__ u32 times(u32 a, u32 b) {
@@ -83,78 +82,4 @@ seal_checksums(const u8* keys, const u8* values, const u32* pages, u32* checksum
     }
 }
 
-// CRC-32C of bytes, by a warp; every lane has it.
-__device__ __forceinline__ u32 warp_crc(const u8* bytes, u32 len) {
-    const u32 lane = threadIdx.x % 32, each = (len + 31) / 32, first = min(lane * each, len), end = min(first + each, len);
-    u32 crc = 0;
-    for (u32 i = first; i < end; i++) crc = bit_by_bit(crc ^ bytes[i], 8);
-    return ~(warp_xor(moved(crc, len - end)) ^ moved(FULL, len));
-}
-
-__device__ __forceinline__ u32 word_at(const u8* p) { return p[0] | p[1] << 8 | p[2] << 16 | u32(p[3]) << 24; }
-
-__device__ __forceinline__ u8 magic(u32 i) {
-    const u64 text = 0x4C4145534B44564Bull;  // "KVDKSEAL"
-    return u8(text >> 8 * i);
-}
-
-// Byte i of a seal, up to its own checksum.
-__device__ __forceinline__ u8 seal_byte(u32 i, const u32* checksums, const u8* identity, const u8* key, u32 components) {
-    if (i < 8) return magic(i);
-    if (i < 12) return i == 8 ? 1 : 0;
-    if (i < 16) return u8(components >> 8 * (i - 12));
-    if (i < 48) return identity[i - 16];
-    if (i < COMPONENTS_AT) return key[i - 48];
-    return u8(checksums[(i - COMPONENTS_AT) / 4] >> 8 * (i % 4));
-}
-
-KERNEL __launch_bounds__(32)
-seal_write(const u32* checksums, const u8* identity, const u8* page_keys, u8* seals, u64 seal_stride, u32 components) {
-    const u32 page = blockIdx.x, lane = threadIdx.x, len = COMPONENTS_AT + 4 * components;
-    u8* seal = seals + page * seal_stride;
-    for (u32 i = lane; i < len; i += 32) {
-        seal[i] = seal_byte(i, checksums + u64(page) * components, identity, page_keys + 32 * u64(page), components);
-    }
-    __syncwarp();
-    const u32 own = warp_crc(seal, len);
-    if (lane < 4) seal[len + lane] = u8(own >> 8 * lane);
-    for (u64 i = len + 4 + lane; i < seal_stride; i += 32) seal[i] = 0;
-}
-
-KERNEL __launch_bounds__(32)
-seal_verify(const u32* checksums, const u8* identity, const u8* page_keys, const u8* seals, u64 seal_stride, u32 components, u32* faults) {
-    const u32 page = blockIdx.x, lane = threadIdx.x, len = COMPONENTS_AT + 4 * components;
-    const u8* seal = seals + page * seal_stride;
-    checksums += u64(page) * components;
-    page_keys += 32 * u64(page);
-    const u32 own = warp_crc(seal, len);
-    // Each lane the first fault of its bytes, in the order of the host's checks.
-    const bool no_magic = __any_sync(FULL, lane < 8 && seal[lane] != magic(lane));
-    const bool other_identity = __any_sync(FULL, seal[16 + lane] != identity[lane]);
-    const bool other_key = __any_sync(FULL, seal[48 + lane] != page_keys[lane]);
-    u32 wrong = FULL;
-    for (u32 c = lane; c < components && wrong == FULL; c += 32) {
-        if (word_at(seal + COMPONENTS_AT + 4 * c) != checksums[c]) wrong = c;
-    }
-    for (u32 by = 16; by > 0; by /= 2) wrong = min(wrong, __shfl_xor_sync(FULL, wrong, by));
-    if (lane != 0) return;
-    u32 fault = 0;
-    if (no_magic) {
-        fault = 1;
-    } else if (word_at(seal + 8) != 1) {
-        fault = 2;
-    } else if (own != word_at(seal + len) || word_at(seal + 12) != components) {
-        fault = 1;
-    } else if (other_identity) {
-        fault = 3;
-    } else if (other_key) {
-        fault = 4;
-    } else if (wrong != FULL) {
-        fault = 16 + wrong;
-    }
-    faults[page] = fault;
-}
-
 EXPORT(seal_checksums)
-EXPORT(seal_write)
-EXPORT(seal_verify)

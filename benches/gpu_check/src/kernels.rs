@@ -2,8 +2,8 @@
 
 use kvdock_cuda::Arithmetic;
 use kvdock_kernels::{
-    AttentionSpec, Buf, Device, HostPage, KernelError, KvDtype, KvSpec, MatrixShape, Projection, RopeScaling, RopeSpec,
-    RopeStyle, SeqSpan, Weight, WeightData, WeightFormat,
+    AttentionSpec, Buf, Device, HostPage, KernelError, KvDtype, KvPool, KvSpec, MatrixShape, Projection, RopeScaling,
+    RopeSpec, RopeStyle, SeqSpan, Weight, WeightData, WeightFormat,
 };
 
 /// Formats of weights.
@@ -284,6 +284,31 @@ fn attention(
     })
 }
 
+/// Whether a device's checksums of all 8 pages of a pool, last one first, are those of `host`, which holds these pages token by token, and of each the
+/// layers: 1 for each that is. Of a device that takes none, the host's are right.
+fn checksums_agree(pool: &dyn KvPool, host: &[u8]) -> Result<Vec<f32>, KernelError> {
+    let KvSpec { layers, kv_heads, head_dim_k, head_dim_v, page_tokens, pages, dtype } = *pool.spec();
+    let (keys, values) = host.split_at(pages * pool.spec().page_k_bytes());
+    let of_host = |page: usize| {
+        let parts = [(keys, head_dim_k), (values, head_dim_v)];
+        parts.into_iter().flat_map(move |(bytes, dim)| {
+            let row = kv_heads * dim * dtype.bytes();
+            let page = &bytes[page * page_tokens * layers * row..][..page_tokens * layers * row];
+            (0..layers).map(move |layer| {
+                let rows = page.chunks_exact(row).skip(layer).step_by(layers);
+                rows.fold(0, crc32c::crc32c_append)
+            })
+        })
+    };
+    let expected: Vec<u32> = (0..pages).flat_map(of_host).collect();
+    let device: Vec<u32> = (0..pages as u32).rev().collect();
+    let found = pool.checksums(&device, false, None)?.unwrap_or_else(|| expected.clone());
+    if found.len() != expected.len() {
+        return Ok(vec![0.0]);
+    }
+    Ok(expected.iter().zip(&found).map(|(expected, found)| f32::from(u8::from(expected == found))).collect())
+}
+
 /// Pages leave a pool and come into another one: by one kernel each way, or in two steps where the host's memory is not pinned.
 fn pages(dtype: KvDtype) -> Check {
     Check::new(format!("pages of {} to the host and back", dtype.name()), (0.0, 0.0), move |device| {
@@ -323,6 +348,7 @@ fn pages(dtype: KvDtype) -> Check {
             // SAFETY: the strides reach no byte outside of `host`, which nothing else uses.
             unsafe { first.copy_pages_out(&jobs)? };
             all.extend(host.iter().map(|byte| f32::from(*byte)));
+            all.extend(checksums_agree(first.as_ref(), &host)?);
             // SAFETY: as above.
             unsafe {
                 second.copy_pages_in(&jobs)?;

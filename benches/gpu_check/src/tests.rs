@@ -14,12 +14,13 @@ mod fake;
 #[allow(dead_code)]
 mod state;
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
 
 use kvdock_cuda::driver::Driver;
-use kvdock_cuda::{Arithmetic, CudaDevice};
-use kvdock_kernels::Device;
+use kvdock_cuda::{Arithmetic, CodeSource, CudaDevice, Unit};
 use kvdock_kernels::cpu::CpuDevice;
+use kvdock_kernels::{Device, KernelError};
 
 use super::kernels::{Check, checks};
 use super::table::Table;
@@ -28,15 +29,32 @@ fn cpu() -> CpuDevice {
     CpuDevice::new(1).unwrap()
 }
 
+/// Compiles for the emulation, and notes what it was asked for.
+#[derive(Default)]
+struct Asked(Mutex<HashSet<Unit>>);
+
+impl CodeSource for Asked {
+    fn code(&self, unit: Unit) -> Result<Vec<u8>, KernelError> {
+        self.0.lock().unwrap().insert(unit);
+        emulated::Compiler.code(unit)
+    }
+}
+
 #[test]
 fn small_comparisons_pass_on_emulated_kernels() {
     let fake = Arc::new(fake::Fake::new());
     let driver: Arc<dyn Driver> = fake.clone();
-    let device = CudaDevice::new(driver, Arc::new(emulated::Compiler), Arithmetic::Fast).unwrap();
+    let asked = Arc::new(Asked::default());
+    let device = CudaDevice::new(driver, asked.clone(), Arithmetic::Fast).unwrap();
     for check in checks(true) {
         check.run(&cpu(), &device, Arithmetic::Fast).unwrap_or_else(|reason| panic!("{}: {reason}", check.name));
     }
+    assert!(fake.launched().iter().any(|name| name == "seal_checksums"), "checksums of pages are compared");
     drop(device);
+    let bundled = super::units();
+    let asked = asked.0.lock().unwrap();
+    let missing: Vec<String> = asked.iter().filter(|unit| !bundled.contains(unit)).map(|unit| unit.name()).collect();
+    assert!(missing.is_empty() && asked.contains(&Unit::Seal), "a bundle has no code of {missing:?}");
     assert_eq!(fake.violations(), Vec::<String>::new());
 }
 
@@ -61,7 +79,9 @@ fn a_bundle_has_code_for_everything_that_the_checks_use() {
     let units = super::units();
     assert!(units.len() > 30, "{}", units.len());
     let names: std::collections::HashSet<String> = units.iter().map(|unit| unit.name()).collect();
-    for name in ["norm", "matmul-q4_k-1", "matmul-q4_k-2", "decode_tiles-bf16-128-128-4", "prefill-bf16-128-128"] {
+    for name in
+        ["norm", "matmul-q4_k-1", "matmul-q4_k-2", "decode_tiles-bf16-128-128-4", "prefill-bf16-128-128", "seal"]
+    {
         assert!(names.contains(name), "{name} is not among {names:?}");
     }
 }

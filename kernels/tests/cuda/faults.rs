@@ -213,7 +213,7 @@ fn a_checksum_moved_by_too_much_is_found() {
         &[],
         "moved(crc, u64(rows - end) * row_bytes)",
         "moved(crc, u64(rows - first) * row_bytes)",
-        pages::seals,
+        pages::checksums,
     );
 }
 
@@ -296,12 +296,12 @@ fn a_write_past_the_end_is_told() {
 
 #[test]
 fn a_warp_operation_that_lacks_a_lane_is_told() {
-    let from = "const bool no_magic =";
+    let from = "crc = warp_xor(moved";
     said(
         "seal.cu",
         from,
-        "if (lane == 5) return;\n    const bool no_magic =",
-        pages::seals,
+        "if (threadIdx.x == 5) return;\n    crc = warp_xor(moved",
+        pages::checksums,
         "waits for lane 5 of warp 0",
     );
 }

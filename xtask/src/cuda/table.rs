@@ -63,8 +63,6 @@ const FLOORS: &[Floor] = &[
     floor("bytes_copy", 256, "2 N", "0", "memory or host link"),
     floor("bytes_zero", 256, "N", "0", "memory or host link"),
     floor("seal_checksums", 256, "e Hkv (dk + dv) tokens a page and layer", "about 3 a byte", "arithmetic (look-ups)"),
-    floor("seal_write", 32, "84 + 8 layers a page", "9 a byte", "latency"),
-    floor("seal_verify", 32, "84 + 8 layers a page", "9 a byte", "latency"),
     floor("argmax", 256, "4 T V", "3 T V", "memory"),
     floor("penalise", 256, "20 entries", "4 entries", "latency"),
     floor("bias_logits", 256, "20 entries", "entries", "latency"),
