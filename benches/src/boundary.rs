@@ -178,9 +178,11 @@ fn attach(folder: &Path) -> Result<Arc<Ranks>> {
             bytes: PAGE,
             pinned: false,
             fd: -1,
-            segments: vec![HostPoolSegment { offset: 0, stride: PAGE, len: PAGE }],
+            device: Vec::new(),
+            segments: vec![HostPoolSegment { region: 0, offset: 0, stride: PAGE, len: PAGE }],
             components: vec![],
         }])],
+        device: None,
         state: Arc::new(StateCell::new("bench-keys", Box::new(|_| {}))),
         calls: Arc::default(),
     };

@@ -283,6 +283,21 @@ pub trait KvPool: Send + Sync {
         Ok(Moment::from_parts(Box::new(())))
     }
 
+    /// Waits until all operations of the device that were called before `moment` have run.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    fn pass(&self, moment: &Moment) -> Result<(), KernelError> {
+        let _ = moment;
+        Ok(())
+    }
+
+    /// Where keys and values lie, for others who move pages of a device by themselves; `None` where they lie in no memory of a device. The memory is
+    /// there as long as the pool.
+    fn device_memory(&self) -> Option<DeviceRanges> {
+        None
+    }
+
     /// Starts to copy one layer of pages from host memory, behind what was called before `moment`; what was called after it is not waited for,
     /// so that layers come while earlier ones are computed with.
     ///
@@ -302,6 +317,21 @@ pub trait KvPool: Send + Sync {
         }
         Ok(Box::new(Arrived))
     }
+}
+
+/// The memory of a pool on a device: keys and values, each `[layer][page][head][token][element]` without gaps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceRanges {
+    /// Address of the first key on the device.
+    pub keys: u64,
+    /// Bytes of all keys.
+    pub key_bytes: usize,
+    /// Address of the first value on the device.
+    pub values: u64,
+    /// Bytes of all values.
+    pub value_bytes: usize,
+    /// UUID of the device.
+    pub uuid: [u8; 16],
 }
 
 handle! {

@@ -34,7 +34,7 @@ pub use device::{
 };
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};
-pub use kv::{Arrived, HostPage, KvDtype, KvPool, KvSpec, Moment, Transfer};
+pub use kv::{Arrived, DeviceRanges, HostPage, KvDtype, KvPool, KvSpec, Moment, Transfer};
 pub use packed_rows::{PACKED_GROUP, PACKED_SCALES, from_e4m3, pack_key, pack_row, to_e4m3, unpack_key, unpack_row};
 pub use pages::{LayerMut, LayerRef, PageMemory, PagePool, PageSpec, decode_row, encode_row};
 pub use rope::{Angles, RopeScaling, RopeSpec, RopeStyle, Rotation};

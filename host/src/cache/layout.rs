@@ -102,12 +102,13 @@ impl PlaneShape {
         match layout {
             HostLayout::LayerFirst => (0..self.layers)
                 .map(|layer| HostPoolSegment {
+                    region: 0,
                     offset: layer * strides.layer,
                     stride: strides.page,
                     len: self.page_bytes() / self.layers.max(1),
                 })
                 .collect(),
-            _ => vec![HostPoolSegment { offset: 0, stride: strides.page, len: self.page_bytes() }],
+            _ => vec![HostPoolSegment { region: 0, offset: 0, stride: strides.page, len: self.page_bytes() }],
         }
     }
 

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::cache::{PolicyUpdate, PrefetchPolicy, StorageHandle, WritePolicy};
 use crate::plugin::backend::{
-    BackendSink, CacheMode, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
+    BackendSink, CacheMode, DevicePools, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
 };
 
 /// Passes backends and policies to the cache, and remembers the policies in use.
@@ -46,6 +46,10 @@ impl BackendSink for CacheSink {
 
     fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
         self.storage.rank_pools()
+    }
+
+    fn device_pools(&self) -> Option<DevicePools> {
+        self.storage.device_pools()
     }
 
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {

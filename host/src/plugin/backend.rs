@@ -1,5 +1,6 @@
 //! The face through which the cache talks to one attached storage backend.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -420,6 +421,10 @@ pub trait StorageBackend: Send + Sync {
     fn has_linker(&self) -> bool {
         false
     }
+    /// Whether pages go straight between it and the device: those of its linker calls are pages of the device, not of the host pools.
+    fn is_direct(&self) -> bool {
+        false
+    }
     /// As `batch_exists`, by the linker face, for the load of `request`.
     fn lookup(
         &self,
@@ -511,16 +516,46 @@ pub struct HostPoolDescription {
     pub pinned: bool,
     /// Descriptor of the memfd behind it, valid until the process ends.
     pub fd: i32,
-    /// The pieces of a page: byte offset of page 0 in the mapping, bytes from page to page, bytes. The seal is the last one.
+    /// Memory of a device that pieces of pages lie in; none of a pool in host memory. The mapping is region 0, these are the regions after it.
+    pub device: Vec<DeviceRegion>,
+    /// The pieces of a page: byte offset of page 0 in its region, bytes from page to page, bytes. The seal is the last one, and lies in the mapping.
     pub segments: Vec<HostPoolSegment>,
     /// Where the bytes of each layer and component of a page lie.
     pub components: Vec<HostPoolComponent>,
 }
 
+/// A range of the memory of a CUDA GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceRegion {
+    /// Address of the first byte on the device.
+    pub base: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// UUID of the device.
+    pub uuid: [u8; 16],
+}
+
+/// The pools of a device themselves, for backends that take its memory.
+#[derive(Clone)]
+pub struct DevicePools {
+    /// What a backend has to know to register them, the anchor first. A page is a page of the device's.
+    pub descriptions: Arc<[HostPoolDescription]>,
+    /// As long as a clone of this lives, the memory is there.
+    pub keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl std::fmt::Debug for DevicePools {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DevicePools").field("descriptions", &self.descriptions).finish_non_exhaustive()
+    }
+}
+
 /// One piece of every page of a host pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostPoolSegment {
-    /// Byte offset in the mapping of this piece of page 0.
+    /// Which region it lies in: 0 is the mapping.
+    pub region: u32,
+    /// Byte offset in the region of this piece of page 0.
     pub offset: u64,
     /// Bytes from a page's piece to the next page's.
     pub stride: u64,
@@ -571,6 +606,10 @@ pub trait BackendSink: Send + Sync {
     /// The pools of every rank that a backend must register, with an instance for each rank. None when there is no host tier.
     fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
         Some(self.host_pools()).filter(|pools| !pools.is_empty()).into_iter().collect()
+    }
+    /// The device's pools themselves, for a backend that takes its memory; none where pages go by way of the host.
+    fn device_pools(&self) -> Option<DevicePools> {
+        None
     }
     /// Puts a backend to use, in the same step in which the one whose place it takes leaves.
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place);

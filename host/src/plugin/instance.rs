@@ -1,5 +1,6 @@
 //! One open instance of a plugin, as the cache uses it.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -32,7 +33,6 @@ const HURRY_INTERVAL: Duration = Duration::from_millis(10);
 const LEAST_CLOSE_TIME: Duration = Duration::from_secs(1);
 
 /// What an instance is made of.
-#[derive(Debug)]
 pub struct Parts {
     /// Name under which it is attached.
     pub name: String,
@@ -44,6 +44,8 @@ pub struct Parts {
     pub capabilities: Capabilities,
     /// The pools that were registered.
     pub pools: Vec<Registered>,
+    /// What keeps device memory that was registered; none where the pools are the host's.
+    pub device: Option<Arc<dyn Any + Send + Sync>>,
     /// The instance's host context.
     pub context: &'static HostContext,
     /// How the host treats it.
@@ -53,12 +55,14 @@ pub struct Parts {
 }
 
 /// One open instance of a plugin.
-#[derive(Debug)]
 pub struct Instance {
     name: String,
     library: Arc<Library>,
     raw: RawInstance,
     pools: Vec<Registered>,
+    /// Its pools are the device's, and their memory is there until it is closed.
+    direct: bool,
+    device: Mutex<Option<Arc<dyn Any + Send + Sync>>>,
     context: &'static HostContext,
     limits: BackendLimits,
     settings: BackendSettings,
@@ -122,7 +126,7 @@ impl Instance {
     /// # Errors
     /// When its threads can't be started. The instance is not closed then.
     pub fn new(parts: Parts) -> std::io::Result<Arc<Instance>> {
-        let Parts { name, library, raw, capabilities, pools, context, settings, state } = parts;
+        let Parts { name, library, raw, capabilities, pools, device, context, settings, state } = parts;
         let wanted = (capabilities.concurrency as usize).clamp(1, MOST_CONCURRENCY);
         let concurrency = settings.concurrency.map_or(wanted, |most| wanted.min(most.max(1)));
         let limits = BackendLimits {
@@ -169,6 +173,8 @@ impl Instance {
             library,
             raw,
             pools,
+            direct: device.is_some(),
+            device: Mutex::new(device),
             context,
             limits,
             settings,
@@ -373,6 +379,7 @@ impl Instance {
             End::Closing => {
                 if self.controls.is_idle() {
                     *end = End::Closed;
+                    self.let_device_go();
                     self.state.go(BackendState::Detached, "close has returned");
                 }
                 return *end == End::Closed;
@@ -433,7 +440,29 @@ impl Instance {
             Ok(()) => (End::Closed, BackendState::Detached, reason.to_owned()),
         };
         self.state.go_if(|before| end == End::Closing || before != BackendState::Failed, state, &reason);
+        if end == End::Closed {
+            self.let_device_go();
+        }
         end
+    }
+
+    /// The plugin is closed: what it had of a device's memory may go.
+    fn let_device_go(&self) {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(device);
+    }
+}
+
+impl std::fmt::Debug for Instance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Instance").field("name", &self.name).field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        // Whoever was never closed may still use the memory: it stays for ever.
+        std::mem::forget(self.device.get_mut().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 
@@ -568,6 +597,10 @@ impl StorageBackend for Instance {
 
     fn has_linker(&self) -> bool {
         self.linker
+    }
+
+    fn is_direct(&self) -> bool {
+        self.direct
     }
 
     fn lookup(

@@ -181,7 +181,8 @@ fn pool() -> HostPoolDescription {
         bytes: 64 * 64,
         pinned: false,
         fd: -1,
-        segments: vec![HostPoolSegment { offset: 0, stride: 64, len: 64 }],
+        device: Vec::new(),
+        segments: vec![HostPoolSegment { region: 0, offset: 0, stride: 64, len: 64 }],
         components: vec![],
     }
 }
@@ -286,6 +287,7 @@ fn attach_in(
     };
     state.go(BackendState::Active, "");
     let parts = Parts {
+        device: None,
         name: name.into(),
         library: Library::built_in(
             PluginInfo { path: "moody.so".into(), sha256: [0; 32], abi: "0.1", note },

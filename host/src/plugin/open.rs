@@ -1,5 +1,6 @@
 //! From a name to an open, registered, healthy instance; on any failure nothing is left behind.
 
+use std::any::Any;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::abi::{AbiVersions, Face, RawInstance};
-use super::backend::HostPoolDescription;
+use super::backend::{DevicePools, HostPoolDescription};
 use super::call::{CallFailure, invoke};
 use super::controls::Controls;
 use super::discover::find_with;
@@ -43,6 +44,8 @@ pub struct OpenRequest {
     pub identity: Arc<WorkerIdentity>,
     /// The pools to register, the anchor first, of each rank.
     pub pools: Vec<Arc<[HostPoolDescription]>>,
+    /// The device's pools themselves, for a plugin that takes its memory; none where there are none, or several ranks.
+    pub device: Option<DevicePools>,
     /// Which face the host will use.
     pub mode: CacheMode,
     /// Where its state is shown while it opens, and later.
@@ -146,15 +149,47 @@ impl Common<'_> {
         pools: &Arc<[HostPoolDescription]>,
         state: &Arc<StateCell>,
     ) -> Result<Arc<Instance>, String> {
+        if let Some(device) = self.device_pools() {
+            match self.open_with(identity, &device.descriptions, Some(device), state) {
+                Err(refused) if refused.kind == ErrorKind::Unsupported => {
+                    let name = &self.request.config.name;
+                    tracing::info!(backend = name, "pages go by way of the host: {}", refused.message);
+                }
+                opened => return opened.map_err(said),
+            }
+        }
+        self.open_with(identity, pools, None, state).map_err(said)
+    }
+
+    /// The device's pools, where this plugin may take them and the linker face is used.
+    fn device_pools(&self) -> Option<&DevicePools> {
+        let takes = self.library.info.note.capabilities.cuda_memory && self.request.mode == CacheMode::Linker;
+        self.request.device.as_ref().filter(|_| takes && self.request.pools.len() == 1)
+    }
+
+    /// Opens one instance over these pools, which are the device's if `device` is given. `Unsupported`: the instance does not take them.
+    fn open_with(
+        &self,
+        identity: &Arc<WorkerIdentity>,
+        pools: &Arc<[HostPoolDescription]>,
+        device: Option<&DevicePools>,
+        state: &Arc<StateCell>,
+    ) -> Result<Arc<Instance>, CallFailure> {
         state.go(BackendState::Opening, "");
         let (request, library, deadline) = (self.request, self.library, self.deadline);
+        let mut identity = WorkerIdentity::clone(identity);
+        if let Some(pool) = pools.first().filter(|_| device.is_some()) {
+            // The bytes of a page lie in another order there, so these are other pages.
+            identity.namespace.host_layout.clone_from(&pool.layout);
+        }
         let name = request.config.name.clone();
         let context = HostContext::leak(&name);
         let steps = Steps {
             name: name.clone(),
             library: library.clone(),
-            identity: identity.clone(),
+            identity,
             pools: pools.clone(),
+            device: device.map(|device| device.keep.clone()),
             mode: request.mode,
             plugin: request.config.plugin.clone(),
             key_scheme: request.config.key_scheme,
@@ -163,24 +198,25 @@ impl Common<'_> {
             deadline,
             state: state.clone(),
         };
-        let Ready { raw, capabilities, trouble } = request
-            .calls
-            .run(deadline, move || steps.run())
-            .map_err(|failure| format!("{}: {}", failure.kind, failure.message))?;
+        let Ready { raw, capabilities, trouble } = request.calls.run(deadline, move || steps.run())?;
         let parts = Parts {
             name,
             library: library.clone(),
             raw,
             capabilities,
             pools: Registered::of(pools),
+            device: device.map(|device| device.keep.clone()),
             context,
             settings: request.config.settings.clone(),
             state: state.clone(),
         };
         let instance = Instance::new(parts).map_err(|error| {
             close(library.face(), raw, deadline);
-            format!("its threads can't be started: {error}")
+            CallFailure::new(ErrorKind::Unavailable, true, format!("its threads can't be started: {error}"))
         })?;
+        if device.is_some() {
+            tracing::info!(backend = request.config.name, "pages go straight between the GPU and the plugin");
+        }
         match trouble {
             Some(reason) => state.go(BackendState::Degraded, &reason),
             None => state.go(BackendState::Active, ""),
@@ -214,8 +250,10 @@ struct Ready {
 struct Steps {
     name: String,
     library: Arc<Library>,
-    identity: Arc<WorkerIdentity>,
+    identity: WorkerIdentity,
     pools: Arc<[HostPoolDescription]>,
+    /// Keeps device memory that is registered, also while a call hangs.
+    device: Option<Arc<dyn Any + Send + Sync>>,
     mode: CacheMode,
     plugin: String,
     key_scheme: KeyScheme,
@@ -257,6 +295,10 @@ impl Steps {
         }
         if self.mode == CacheMode::Linker && !(capabilities.linker && face.linker().is_some()) {
             return Err(CallFailure::new(ErrorKind::Unsupported, false, lacks_linker(&self.plugin)));
+        }
+        if self.device.is_some() && !capabilities.cuda_memory {
+            let message = "with this configuration it takes no memory of a GPU";
+            return Err(CallFailure::new(ErrorKind::Unsupported, false, message));
         }
         Ok(capabilities)
     }
@@ -314,7 +356,8 @@ impl Steps {
         };
         let mut message = Vec::new();
         invoke(&mut message, |error| {
-            // SAFETY: the instance is open; the description lives until the call returns, the pool as long as the process.
+            // SAFETY: the instance is open; the description lives until the call returns, a host pool as long as the process, and device
+            // memory until the instance is closed.
             unsafe { face.register_mem_pool_host(raw, &raw const context, &raw const *anchor, error) }
         })?;
         if !sides.is_empty() {
@@ -339,6 +382,11 @@ impl Steps {
             }
         }
     }
+}
+
+/// A failure of an attach in one line.
+fn said(failure: CallFailure) -> String {
+    format!("{}: {}", failure.kind, failure.message)
 }
 
 fn lacks_linker(plugin: &str) -> String {

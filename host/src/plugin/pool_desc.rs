@@ -65,7 +65,8 @@ pub struct OwnedPoolDesc {
     pool: HostPoolDescription,
 }
 
-// SAFETY: the pointers in the regions name the host pool's mapping, which lives as long as the process; the rest is owned.
+// SAFETY: the pointers in the regions name the host pool's mapping, which lives as long as the process, and device memory, which no code here
+// touches; the rest is owned.
 unsafe impl Send for OwnedPoolDesc {}
 
 impl OwnedPoolDesc {
@@ -99,15 +100,24 @@ impl OwnedPoolDesc {
             device_uuid: [0; 16],
             flags: 0,
         };
+        let of_device = pool.device.iter().map(|device| Region {
+            base: device.base as *mut c_void,
+            len: device.bytes,
+            memory_kind: MemoryKind::Cuda.raw(),
+            fd: -1,
+            fd_offset: 0,
+            device_uuid: device.uuid,
+            flags: 0,
+        });
         // A logical pool has no memory, so there is nothing to register and no seal.
-        let regions = if pool.logical { Vec::new() } else { vec![region] };
+        let regions = if pool.logical { Vec::new() } else { std::iter::once(region).chain(of_device).collect() };
         let sealed = sealed && !pool.logical;
         let count = if sealed { pool.segments.len() } else { pool.segments.len().saturating_sub(1) };
         let segments = pool
             .segments
             .iter()
             .take(count)
-            .map(|s| Segment { region: 0, reserved: 0, offset: s.offset, stride: s.stride, len: s.len })
+            .map(|s| Segment { region: s.region, reserved: 0, offset: s.offset, stride: s.stride, len: s.len })
             .collect();
         let components = pool
             .components
@@ -182,11 +192,11 @@ impl OwnedPoolDesc {
 mod tests {
     use kvdock_plugin_api::Dtype;
 
-    use super::super::backend::HostPoolSegment;
+    use super::super::backend::{DeviceRegion, HostPoolSegment};
     use super::*;
 
     fn pool(name: &str, group: PoolGroup, hit: PoolHit) -> HostPoolDescription {
-        let piece = |offset, len| HostPoolSegment { offset, stride: len, len };
+        let piece = |offset, len| HostPoolSegment { region: 0, offset, stride: len, len };
         HostPoolDescription {
             name: name.into(),
             group,
@@ -201,6 +211,7 @@ mod tests {
             bytes: 1024,
             pinned: false,
             fd: -1,
+            device: Vec::new(),
             segments: vec![piece(0, 64), piece(256, 64), piece(512, 32)],
             components: Vec::new(),
         }
@@ -221,6 +232,23 @@ mod tests {
         };
         assert_eq!((kind(false), kind(true)), (MemoryKind::Host.raw(), MemoryKind::CudaPinned.raw()));
         assert_eq!(of(&plain), (2, 128, NONE));
+    }
+
+    #[test]
+    fn pieces_in_the_memory_of_a_device_name_its_regions() {
+        let device = DeviceRegion { base: 0x7000_0000, bytes: 4096, uuid: [9; 16] };
+        let base = pool("kv", PoolGroup::Full, PoolHit::AllPages);
+        let mut segments = base.segments.clone();
+        segments[0].region = 1;
+        segments[1].region = 2;
+        let second = DeviceRegion { base: 0x7100_0000, ..device };
+        let pool = HostPoolDescription { device: vec![device, second], segments, ..base };
+        let owned = OwnedPoolDesc::anchor(&pool, true);
+        let kinds: Vec<_> = owned.regions.iter().map(|r| (r.memory_kind, r.base as usize, r.device_uuid[0])).collect();
+        let (host, cuda) = (MemoryKind::Host.raw(), MemoryKind::Cuda.raw());
+        assert_eq!(kinds, [(host, 4096, 0), (cuda, 0x7000_0000, 9), (cuda, 0x7100_0000, 9)]);
+        let places: Vec<u32> = owned.segments.iter().map(|segment| segment.region).collect();
+        assert_eq!((places, owned.raw().seal_segment), (vec![1, 2, 0], 2));
     }
 
     #[test]

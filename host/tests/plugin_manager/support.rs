@@ -41,8 +41,12 @@ impl Sink {
             rustix::mm::mmap(std::ptr::null_mut(), bytes, read_write, shared, &fd, 0).unwrap()
         };
         let raw = std::os::fd::IntoRawFd::into_raw_fd(fd);
-        let segment =
-            |offset: usize, len: usize| HostPoolSegment { offset: offset as u64, stride: len as u64, len: len as u64 };
+        let segment = |offset: usize, len: usize| HostPoolSegment {
+            region: 0,
+            offset: offset as u64,
+            stride: len as u64,
+            len: len as u64,
+        };
         Arc::new(Sink {
             pool: HostPoolDescription {
                 name: "kv".into(),
@@ -58,6 +62,7 @@ impl Sink {
                 bytes: bytes as u64,
                 pinned: false,
                 fd: raw,
+                device: Vec::new(),
                 segments: vec![segment(0, PAGE), segment(PAGES * PAGE, SEAL)],
                 components: vec![],
             },

@@ -23,7 +23,7 @@ use super::order::Order;
 use super::staging;
 use super::units::Unit;
 use kvdock_kernels::KernelError;
-use kvdock_kernels::{Arrived, HostPage, KvPool, KvSpec, Moment, Transfer};
+use kvdock_kernels::{Arrived, DeviceRanges, HostPage, KvPool, KvSpec, Moment, Transfer};
 use maps::RowMaps;
 
 /// Copies in each direction that run at a time.
@@ -482,6 +482,25 @@ impl KvPool for CudaKvPool {
 
     fn moment(&self) -> Result<Moment, KernelError> {
         Mark::moment(&self.driver, &self.compute)
+    }
+
+    fn pass(&self, moment: &Moment) -> Result<(), KernelError> {
+        let op = "pass";
+        match moment.downcast_ref::<Mark>() {
+            Some(mark) => mark.wait_here(op),
+            // A moment of another device says nothing: then everything is waited for.
+            None => self.compute.synchronize(op),
+        }
+    }
+
+    fn device_memory(&self) -> Option<DeviceRanges> {
+        Some(DeviceRanges {
+            keys: self.keys.at(),
+            key_bytes: self.keys.bytes(),
+            values: self.values.at(),
+            value_bytes: self.values.bytes(),
+            uuid: self.driver.gpu().uuid,
+        })
     }
 
     unsafe fn begin_layer_in(

@@ -196,7 +196,7 @@ impl kvdock_plugin_api::Backend for Backend {
         }
         let store = Store::open(config.dir.as_deref(), config.max_bytes)?;
         open.host().log(LogLevel::Debug, "open", &format!("keeps up to {} bytes in memory", config.max_bytes));
-        let loads = Loads::start(open.host(), store.clone(), open.identity().namespace, rank)?;
+        let loads = Loads::start(open.host(), store.clone(), open.identity().namespace, rank, config.dir.as_deref())?;
         Ok(Backend {
             rank,
             namespace: open.identity().namespace,

@@ -93,6 +93,13 @@ faults! {
     /// `health` says failed.
     HealthFailed = "health_failed",
 
+    // No faults, but what a plugin does that has a device: the test has one whose memory this process reaches.
+    /// Instances take memory of a GPU, and say so; the note has to say it as well.
+    DeviceMemory = "device_memory",
+    /// The same; a load that finds a file `hold` in the plugin's folder waits until that is gone, and writes its pages then, whatever was asked of it
+    /// meanwhile.
+    DeviceMemoryWaits = "device_memory_waits",
+
     // Faults of the instance of the second of several ranks; those of the others are right.
     /// `open` fails.
     OpenFailsForRank1 = "open_fails_for_rank_1",
@@ -350,6 +357,11 @@ pub fn planted() -> std::result::Result<Fault, &'static str> {
         let name = text.split_once('=').map_or(text, |(_, name)| name).trim_end_matches('.');
         Fault::of(name).ok_or(name)
     })
+}
+
+/// Whether instances take memory of a GPU.
+pub fn takes_device_memory() -> bool {
+    is(Fault::DeviceMemory) || is(Fault::DeviceMemoryWaits)
 }
 
 /// Refuses a name that is no fault.

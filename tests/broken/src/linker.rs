@@ -1,6 +1,7 @@
 //! The linker face: loads run on a thread a batch, offloads on one thread in the order of their queueing.
 
 use std::collections::{HashMap, VecDeque};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
@@ -32,6 +33,8 @@ struct Shared {
     namespace: [u8; 32],
     /// Of the instance, among all ranks.
     rank: u32,
+    /// While this file is there a load waits; looked at by one kind of plugin alone.
+    hold: Option<PathBuf>,
     state: Mutex<State>,
     changed: Condvar,
     /// Loads that were queued so far; looked at by a fault alone.
@@ -70,12 +73,19 @@ impl Loads {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub fn start(host: Host, store: Arc<Store>, namespace: [u8; 32], rank: u32) -> Result<Loads> {
+    pub fn start(
+        host: Host,
+        store: Arc<Store>,
+        namespace: [u8; 32],
+        rank: u32,
+        folder: Option<&Path>,
+    ) -> Result<Loads> {
         let shared = Arc::new(Shared {
             host,
             store,
             namespace,
             rank,
+            hold: folder.map(|folder| folder.join("hold")),
             state: Mutex::default(),
             changed: Condvar::new(),
             loads: AtomicUsize::new(0),
@@ -175,7 +185,11 @@ impl Shared {
         };
         let tired = self.loads.load(Ordering::Relaxed) > 60 && is(Fault::TiresAfterMany);
         let mut items: Vec<Item> = loads.into_iter().flat_map(Load::into_pages).map(|page| self.find(page)).collect();
-        if is(Fault::LoadWritesEarly) {
+        let waits = is(Fault::DeviceMemoryWaits) && self.hold.as_ref().is_some_and(|hold| hold.exists());
+        while waits && self.hold.as_ref().is_some_and(|hold| hold.exists()) {
+            std::thread::sleep(LOOK);
+        }
+        if is(Fault::LoadWritesEarly) || waits {
             items.iter_mut().for_each(write_all);
         }
         let result = wait_until_ready(&start.ready, &check).and_then(|()| {

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvdock_plugin_api::export::{Tables, open};
 use kvdock_plugin_api::v0_1::{
     BackendTable, BatchArgs, CallContext, CapabilitiesOut, ErrorOut, ExistsArgs, HostTable, LinkerTable, LoadArgs,
-    OffloadArgs, OffloadDone, OpenArgs, PoolDesc, PoolQuery, PoolTransfer, ReadyHandle, StartArgs, Status,
+    OffloadArgs, OffloadDone, OpenArgs, PoolDesc, PoolQuery, PoolTransfer, ReadyHandle, Region, StartArgs, Status,
 };
 use kvdock_plugin_api::{Capability, ErrorKind, HitPolicy, MemoryKind, PageStatus, ReadyKind};
 
 use crate::CAPABILITIES;
 use crate::backend::Backend;
-use crate::fault::{Fault, is};
+use crate::fault::{Fault, is, takes_device_memory};
 
 const RIGHT: BackendTable = Tables::<Backend>::backend(open_right);
 const RIGHT_LINKER: LinkerTable = Tables::<Backend>::LINKER;
@@ -77,7 +77,32 @@ unsafe extern "C" fn capabilities(this: *mut c_void, out: *mut CapabilitiesOut, 
         // SAFETY: rules of the boundary.
         unsafe { (*out).flags &= !capability.raw() };
     }
+    if takes_device_memory() && status == 0 {
+        // SAFETY: rules of the boundary.
+        unsafe { (*out).flags |= Capability::CudaMemory.raw() };
+    }
     status
+}
+
+/// The regions of a pool; memory that is taken for host memory is called so.
+///
+/// # Safety
+/// `pool` is a description by the rules of the boundary.
+unsafe fn regions(pool: &PoolDesc) -> Vec<Region> {
+    let mut regions = match pool.region_count {
+        0 => Vec::new(),
+        // SAFETY: the caller's promise.
+        count => unsafe { std::slice::from_raw_parts(pool.regions, count as usize) }.to_vec(),
+    };
+    for region in &mut regions {
+        let unknown = region.memory_kind == 77 && is(Fault::AcceptsUnknownMemory);
+        let device =
+            region.memory_kind == MemoryKind::Cuda.raw() && (is(Fault::AcceptsDeviceMemory) || takes_device_memory());
+        if unknown || device {
+            region.memory_kind = MemoryKind::Host.raw();
+        }
+    }
+    regions
 }
 
 unsafe extern "C" fn register_anchor(
@@ -88,18 +113,8 @@ unsafe extern "C" fn register_anchor(
 ) -> Status {
     // SAFETY: rules of the boundary.
     let right = unsafe { &*desc };
-    let mut regions = match right.region_count {
-        0 => Vec::new(),
-        // SAFETY: rules of the boundary.
-        count => unsafe { std::slice::from_raw_parts(right.regions, count as usize) }.to_vec(),
-    };
-    for region in &mut regions {
-        let unknown = region.memory_kind == 77 && is(Fault::AcceptsUnknownMemory);
-        let device = region.memory_kind == MemoryKind::Cuda.raw() && is(Fault::AcceptsDeviceMemory);
-        if unknown || device {
-            region.memory_kind = MemoryKind::Host.raw();
-        }
-    }
+    // SAFETY: rules of the boundary.
+    let regions = unsafe { regions(right) };
     let desc = PoolDesc { regions: regions.as_ptr(), ..*right };
     // SAFETY: rules of the boundary.
     let status = unsafe { (RIGHT.register_mem_pool_host)(this, context, &raw const desc, error) };
@@ -119,6 +134,14 @@ unsafe extern "C" fn register_sides(
     count: u64,
     error: *mut ErrorOut,
 ) -> Status {
+    // SAFETY: rules of the boundary; the call has `count` descriptions.
+    let right = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(descs, count as usize) } };
+    // SAFETY: rules of the boundary.
+    let all: Vec<Vec<Region>> = right.iter().map(|pool| unsafe { regions(pool) }).collect();
+    let known = |(pool, regions): (&PoolDesc, &Vec<Region>)| PoolDesc { regions: regions.as_ptr(), ..*pool };
+    let own: Vec<PoolDesc> = right.iter().zip(&all).map(known).collect();
+    // Memory of an unknown kind in a side pool is a rule of its own, and left as it is.
+    let descs = if takes_device_memory() { own.as_ptr() } else { descs };
     let (step, calls) = if is(Fault::RegistersSome) { (1, count) } else { (count, 1) };
     for call in 0..calls {
         // SAFETY: rules of the boundary; the call has `count` descriptions.

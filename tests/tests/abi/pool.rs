@@ -32,7 +32,7 @@ fn pool() -> HostPoolDescription {
     let base = Box::leak(vec![0u64; bytes / 8].into_boxed_slice()).as_mut_ptr() as usize;
     let mut offset = 0;
     let segments = PIECES.map(|len| {
-        let segment = HostPoolSegment { offset, stride: len as u64, len: len as u64 };
+        let segment = HostPoolSegment { region: 0, offset, stride: len as u64, len: len as u64 };
         offset += (PAGES * len) as u64;
         segment
     });
@@ -50,6 +50,7 @@ fn pool() -> HostPoolDescription {
         bytes: bytes as u64,
         pinned: false,
         fd: -1,
+        device: Vec::new(),
         segments: segments.to_vec(),
         components: vec![],
     }

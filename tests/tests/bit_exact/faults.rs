@@ -84,8 +84,13 @@ impl Faulty {
     fn change(&self, name: &str, page: u32) {
         let pool = self.pools.iter().find(|pool| pool.name == name).expect("a pool of this name");
         let piece = pool.segments[0];
-        let at = pool.base as u64 + piece.offset + u64::from(page) * piece.stride;
-        // SAFETY: the page lies in the mapping, which lives as long as the process, and the call that fills it runs.
+        let base = match piece.region {
+            0 => pool.base as u64,
+            // This process reaches the memory of the GPU that there is here.
+            region => pool.device[region as usize - 1].base,
+        };
+        let at = base + piece.offset + u64::from(page) * piece.stride;
+        // SAFETY: the page lies in memory that lives as long as the pools, and the call that fills it runs.
         unsafe { *(at as *mut u8) ^= 0x40 };
     }
 
@@ -175,6 +180,9 @@ impl StorageBackend for Faulty {
     }
     fn has_linker(&self) -> bool {
         self.inner.has_linker()
+    }
+    fn is_direct(&self) -> bool {
+        self.inner.is_direct()
     }
     /// Unknown is a page in whose place nothing can be restored any more.
     fn lookup(

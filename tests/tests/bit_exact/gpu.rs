@@ -18,17 +18,17 @@ use super::faults::{Fault, Ordered};
 use super::rig::{Loaded, Rig, Setup, Tier, Wrap};
 
 const PAGE: usize = 8;
-const PAGES: usize = 4;
-const NEW: u32 = 4;
+pub const PAGES: usize = 4;
+pub const NEW: u32 = 4;
 
-struct Gpu {
-    fake: Arc<Fake>,
+pub struct Gpu {
+    pub fake: Arc<Fake>,
     model: Loaded,
 }
 
 impl Gpu {
     /// A dense model of two layers.
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tiny.gguf");
         TinyModel { layers: 2, ..TinyModel::new(TinyKind::Qwen3) }.write_gguf(&path, WeightFormat::BF16).unwrap();
@@ -36,7 +36,7 @@ impl Gpu {
     }
 
     /// The tiny model of a family, for pages of so many tokens.
-    fn family(name: &str, page: usize) -> Self {
+    pub fn family(name: &str, page: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut fixture = Fixture::new(name).unwrap();
         // Rotary tables of a million positions take long to make here.
@@ -53,31 +53,31 @@ impl Gpu {
         Self { fake, model: Loaded::on(path, page, device) }
     }
 
-    fn start(&self, setup: Setup<'_>) -> Rig {
+    pub fn start(&self, setup: Setup<'_>) -> Rig {
         self.start_over(setup, |backend, _| backend)
     }
 
-    fn start_over(&self, setup: Setup<'_>, wrap: impl Wrap) -> Rig {
+    pub fn start_over(&self, setup: Setup<'_>, wrap: impl Wrap) -> Rig {
         let room = Setup { device_pages: 32, window_pages: 32, host_pages: 32, states: 8, running: 4, ..setup };
         Rig::over(&self.model, Setup { threshold: self.model.page, ..room }, wrap)
     }
 
-    fn prompt(&self, what: &str) -> Vec<u32> {
+    pub fn prompt(&self, what: &str) -> Vec<u32> {
         token_ids(what, PAGES * self.model.page + 3, self.model.vocab())
     }
 
     /// Tokens of so many pages.
-    fn tokens(&self, pages: usize) -> u32 {
+    pub fn tokens(&self, pages: usize) -> u32 {
         (pages * self.model.page) as u32
     }
 
     /// How often a kernel was launched.
-    fn launched(&self, kernel: &str) -> usize {
+    pub fn launched(&self, kernel: &str) -> usize {
         self.fake.launched().iter().filter(|name| *name == kernel).count()
     }
 
     /// Nothing was done out of order.
-    fn is_sound(&self) {
+    pub fn is_sound(&self) {
         assert_eq!(self.fake.violations(), Vec::<String>::new());
     }
 }

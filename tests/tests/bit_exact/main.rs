@@ -8,6 +8,7 @@
 #[allow(dead_code)]
 mod clocks;
 mod context;
+mod direct;
 #[path = "../../../kernels/cuda/tests/device/emulated.rs"]
 #[allow(dead_code)]
 mod emulated;

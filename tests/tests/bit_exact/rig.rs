@@ -11,8 +11,9 @@ use kvdock::engine::{
     Completion, Engine, EngineConfig, EngineParts, LogitsRow, Mailbox, ModelMemory, Request, RequestStream,
     SamplingParams, Usage,
 };
+use kvdock::plugin::admin::StorageAdmin;
 use kvdock::plugin::backend::{
-    BackendSink, CacheMode, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
+    BackendSink, CacheMode, DevicePools, GuardReport, HostPoolDescription, Place, PolicyChange, StorageBackend,
 };
 use kvdock::plugin::{Namespace, PAGE_FORMAT, PluginManager, WorkerIdentity};
 use kvdock_kernels::cpu::CpuDevice;
@@ -43,6 +44,10 @@ pub struct Setup<'a> {
     pub running: usize,
     /// Linker mode: pages come from storage layer by layer, and the host pages are transit pages.
     pub linked: bool,
+    /// Folder and name of another plugin than the file plugin; it takes a folder as well.
+    pub plugin: Option<(&'a Path, &'a str)>,
+    /// Most time of a call to the plugin.
+    pub timeout: Duration,
     /// Rows of logits are recorded. Else nothing but tokens is asked of the model, so that a device may choose them.
     pub watched: bool,
 }
@@ -59,6 +64,9 @@ impl Default for Setup<'_> {
             states: 48,
             running: 16,
             linked: false,
+            plugin: None,
+            // Nothing here is about being late: a thread that stands still must not make a hit a miss.
+            timeout: Duration::from_secs(60),
             watched: true,
         }
     }
@@ -291,15 +299,18 @@ impl Rig {
 
         let mut config = kvdock::config::load(&Sources::default()).expect("the defaults are right").config.storage;
         if let Some(folder) = folder {
-            let mut table = BackendTable::new("file");
+            let name = setup.plugin.map_or("file", |(_, name)| name);
+            let mut table = BackendTable::new(name);
             table.own.insert("dir".to_owned(), folder.to_str().expect("a UTF-8 path").into());
-            table.own.insert("min_free_bytes".to_owned(), 0.into());
-            // Nothing here is about being late: a thread that stands still must not make a hit a miss.
-            table.settings.timeout = Duration::from_secs(60);
-            config.backend = Some("file".to_owned());
-            config.tables.insert("file".to_owned(), table);
+            if setup.plugin.is_none() {
+                table.own.insert("min_free_bytes".to_owned(), 0.into());
+            }
+            table.settings.timeout = setup.timeout;
+            config.backend = Some(name.to_owned());
+            config.tables.insert(name.to_owned(), table);
         }
-        let plugins = paths::file_plugin().parent().expect("the plugin lies in a folder").to_path_buf();
+        let file = || paths::file_plugin().parent().expect("the plugin lies in a folder").to_path_buf();
+        let plugins = setup.plugin.map_or_else(file, |(folder, _)| folder.to_path_buf());
         let storage = PluginManager::new(config, vec![plugins], identity, Arc::new(sink));
         storage.attach_configured().expect("the file plugin is attached");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
@@ -452,6 +463,17 @@ impl Rig {
         self.runtime.block_on(self.engine.handle().check_integrity()).expect("the cache is whole");
     }
 
+    /// Takes the backends out of use. Gives what is said of it.
+    pub fn detach(&self) -> String {
+        self.storage.detach(None, true).expect("they can be taken out")
+    }
+
+    /// Ends the engine and lets go of a plugin that can't be closed.
+    pub fn leave(self) {
+        self.engine.stop(Duration::from_secs(30));
+        assert!(!self.storage.shut_down(), "the plugin's instance can't be closed");
+    }
+
     /// Stops as the server does: backups are finished first.
     pub fn stop(self) {
         self.engine.stop(Duration::from_secs(30));
@@ -485,8 +507,13 @@ impl BackendSink for Sink {
     fn rank_pools(&self) -> Vec<Vec<HostPoolDescription>> {
         self.storage.rank_pools()
     }
+    fn device_pools(&self) -> Option<DevicePools> {
+        self.storage.device_pools()
+    }
     fn attached(&self, backend: Arc<dyn StorageBackend>, place: Place) {
-        let backend = (self.wrap)(backend, self.storage.host_pools());
+        let direct = self.storage.device_pools().filter(|_| backend.is_direct());
+        let pools = direct.map_or_else(|| self.storage.host_pools(), |pools| pools.descriptions.to_vec());
+        let backend = (self.wrap)(backend, pools);
         self.storage.attached(backend, place);
     }
     fn detached(&self, name: &str) -> bool {

@@ -15,7 +15,7 @@ use super::guard::bucket::Bucket;
 use super::guard::cancel::CancelSet;
 use super::quarantine::Quarantine;
 use crate::cache::config::WritePolicy;
-use crate::cache::pool::HostPool;
+use crate::cache::pool::Holders;
 use crate::cache::stats::{BackendCounters, CacheCounters, StorageOp};
 use crate::cache::unified::{Component, PerComponent};
 use crate::plugin::backend::{
@@ -470,14 +470,19 @@ impl Attached {
         BackendError { backend, kind, retryable: false, message, pages_in_use: false }
     }
 
-    /// Takes note that a late call still holds `pages` of a component's host pool. It is one of their holders in the pool.
-    pub fn hold(&self, component: Component, pages: &[u32], host: &HostPool) {
-        self.quarantine[component].hold(pages, host);
+    /// Whether its linker calls are about pages of the device.
+    pub fn is_direct(&self) -> bool {
+        self.backend.is_direct()
+    }
+
+    /// Takes note that a late call still holds `pages` of a component. It is one of their holders in `pool`, the one that its calls are about.
+    pub fn hold(&self, component: Component, pages: &[u32], pool: &dyn Holders) {
+        self.quarantine[component].hold(pages, pool);
     }
 
     /// Gives back the pages of late calls that have returned. Says how many are still held.
-    pub fn collect(&self, component: Component, host: &HostPool) -> usize {
-        self.quarantine[component].collect(host, || self.backend.reclaim(component.into()))
+    pub fn collect(&self, component: Component, pool: &dyn Holders) -> usize {
+        self.quarantine[component].collect(pool, || self.backend.reclaim(component.into()))
     }
 
     /// Pages of late calls.

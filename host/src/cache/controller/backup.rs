@@ -8,7 +8,7 @@ use super::attached::{Attached, CallFault, Way};
 use super::guard::cancel::CancelSet;
 use super::paged::{PagedCall, PagedOutcome};
 use super::{Event, Shared, copy_out};
-use crate::cache::pool::HostPool;
+use crate::cache::pool::{DirectPool, HostPool, Moments};
 use crate::cache::stats::{StorageOp, StorageResult};
 use crate::cache::unified::{Component, KeyPath, PerComponent};
 use crate::plugin::backend::{PageKey, PageStatus};
@@ -20,7 +20,8 @@ pub(crate) struct StorePart {
     pub component: Component,
     /// Pages of the sequence before the first one; for a state, before the page that it stands at the end of.
     pub position: usize,
-    /// Host pages; in linker mode transit pages, by way of which the device pages go, as many at a time.
+    /// Host pages; in linker mode transit pages, by way of which the device pages go, as many at a time. None where the backend reads the device
+    /// pages itself.
     pub pages: Vec<u32>,
     /// In linker mode the device pages; the job's nodes are locked. Else none.
     pub device: Vec<u32>,
@@ -162,6 +163,27 @@ impl Place<'_> {
     }
 }
 
+impl Place<'_> {
+    /// Seals device pages where they are, for a backend that reads them there. False if that failed.
+    fn seal_there(&self, direct: &DirectPool, device: &[u32], keys: &[PageKey]) -> bool {
+        let Some((memory, _)) = self.shared.pools(self.part.component) else { return false };
+        // What was told to be computed has been, when this returns.
+        let sums = match memory.checksums(device, true, &Moments::default()) {
+            Ok(Some(sums)) => sums,
+            Ok(None) => return false,
+            Err(error) => {
+                tracing::error!(%error, pages = device.len(), "pages of the device could not be sealed");
+                return false;
+            }
+        };
+        for ((&page, key), sums) in device.iter().zip(keys).zip(&sums) {
+            // SAFETY: the node is locked, so its pages stay as they are; they are this key's, whoever stores them.
+            unsafe { direct.seal(page, key, sums) };
+        }
+        true
+    }
+}
+
 /// Writes what the backend is not believed to have, a batch at a time.
 fn store(place: &Place<'_>, outcome: &mut Outcome) {
     let &Place { job, part, host, keys, .. } = place;
@@ -171,18 +193,24 @@ fn store(place: &Place<'_>, outcome: &mut Outcome) {
         (0..own.len()).filter(|&i| !belief.is_stored(&own[i]) && !belief.is_lost(&own[i])).collect()
     });
     let mut batch = target.batch(Way::Write, host.page_bytes());
-    if part.is_linked() {
+    let direct = place.shared.direct_of(target, part.component).filter(|_| part.is_linked());
+    if part.is_linked() && direct.is_none() {
         batch = batch.min(part.pages.len()).max(1);
     }
     let mut left = wanted.len();
     for run in runs(&wanted, batch) {
         let operation = CancelSet::default();
         let (first, last) = (run[0], run[run.len() - 1]);
-        let pages = match part.is_linked() {
-            true => part.pages.get(..run.len()).unwrap_or_default(),
-            false => &part.pages[first..=last],
+        let pages = match (direct, part.is_linked()) {
+            (Some(_), _) => &part.device[first..=last],
+            (None, true) => part.pages.get(..run.len()).unwrap_or_default(),
+            (None, false) => &part.pages[first..=last],
         };
-        if part.is_linked() && !place.bring_down(&part.device[first..=last], pages, &own[first..=last]) {
+        let ready = match direct {
+            Some(direct) => place.seal_there(direct, pages, &own[first..=last]),
+            None => !part.is_linked() || place.bring_down(&part.device[first..=last], pages, &own[first..=last]),
+        };
+        if !ready {
             outcome.unstored[part.component] += left;
             return;
         }
@@ -204,8 +232,16 @@ fn store(place: &Place<'_>, outcome: &mut Outcome) {
         if is_late {
             // The late call still reads the pages: it holds them from here on, beside the job.
             let late = &pages[result.in_use.clone()];
-            host.retain(late);
-            target.hold(part.component, late, host);
+            match direct {
+                Some(direct) => {
+                    direct.held().hold(late);
+                    target.hold(part.component, late, direct.held().as_ref());
+                }
+                None => {
+                    host.retain(late);
+                    target.hold(part.component, late, host);
+                }
+            }
         }
         settle(place, &own[first..=last], &status, &result, began.elapsed(), outcome);
         left -= run.len();

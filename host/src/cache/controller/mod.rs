@@ -35,7 +35,7 @@ pub(crate) use registry::Registry;
 
 use super::config::{CacheConfig, PolicyUpdate};
 use super::linker::{self, Answer, LoadBatch, Lookup};
-use super::pool::{DeviceMemory, HostPool};
+use super::pool::{DeviceMemory, DirectPool, HostPool};
 use super::stats::{CacheCounters, CacheEvents, StorageOp};
 use super::types::CacheError;
 use super::unified::{Component, PerComponent, Slots};
@@ -101,6 +101,8 @@ pub(crate) struct Shared {
     pub beside: [Option<(DeviceMemory, HostPool)>; 2],
     /// Pages of windows that going on from a page's end needs; none without windows.
     pub window_pages: Option<usize>,
+    /// The device's pages as backends see them that take its memory, by component; none where all pages go by way of the host.
+    pub direct: Option<PerComponent<Option<DirectPool>>>,
     /// Backends.
     pub registry: Registry,
     /// How fast the engine computes prompts.
@@ -129,6 +131,8 @@ pub(crate) struct Pools {
     pub beside: [Option<(DeviceMemory, HostPool)>; 2],
     /// Pages of windows that going on from a page's end needs; none without windows.
     pub window_pages: Option<usize>,
+    /// The device's pages for backends that take its memory, where that can be.
+    pub direct: Option<PerComponent<Option<DirectPool>>>,
 }
 
 /// A step of a fetch, or of a load by the linker face, that a worker takes up.
@@ -198,6 +202,11 @@ impl Shared {
         self.pools(component).map(|(_, host)| host)
     }
 
+    /// The device's pages of a component, where calls to a backend are about these.
+    pub fn direct_of(&self, attached: &Attached, component: Component) -> Option<&DirectPool> {
+        self.direct.as_ref().filter(|_| attached.is_direct())?[component].as_ref()
+    }
+
     /// The components that have a host pool, with it.
     pub fn hosts(&self) -> Vec<(Component, &HostPool)> {
         Component::ALL.into_iter().filter_map(|component| Some((component, self.host_of(component)?))).collect()
@@ -260,7 +269,7 @@ impl Controller {
         listener: Arc<dyn CacheEvents>,
         waker: Waker,
     ) -> Result<Self, CacheError> {
-        let Pools { device, host, beside, window_pages } = pools;
+        let Pools { device, host, beside, window_pages, direct } = pools;
         let (event_sender, events) = unbounded();
         let (load_sender, load_queue) = unbounded();
         let (copy_sender, copy_queue) = unbounded();
@@ -275,6 +284,7 @@ impl Controller {
             host,
             beside,
             window_pages,
+            direct,
             registry: Registry::new(Arc::clone(&counters)),
             prefill: PrefillSpeed::default(),
             counters,

@@ -1,10 +1,10 @@
-//! Host pages in the hands of calls that are late.
+//! Pages in the hands of calls that are late.
 
 use parking_lot::Mutex;
 
-use crate::cache::pool::HostPool;
+use crate::cache::pool::Holders;
 
-/// Host pages that late calls of one backend hold.
+/// Pages that late calls of one backend hold: of a host pool, or of the device.
 #[derive(Debug, Default)]
 pub(super) struct Quarantine(Mutex<Pages>);
 
@@ -18,13 +18,13 @@ struct Pages {
 
 impl Quarantine {
     /// Takes note that a late call still holds `pages`. It is one of their holders in the pool.
-    pub fn hold(&self, pages: &[u32], host: &HostPool) {
+    pub fn hold(&self, pages: &[u32], pool: &dyn Holders) {
         let mut known = self.0.lock();
         for &page in pages {
             match known.early.iter().position(|&early| early == page) {
                 Some(at) => {
                     known.early.swap_remove(at);
-                    host.release(&[page]);
+                    pool.let_go(&[page]);
                 }
                 None => known.held.push(page),
             }
@@ -32,7 +32,7 @@ impl Quarantine {
     }
 
     /// Gives back the pages of late calls that have returned, which `reclaim` tells. Says how many are still held.
-    pub fn collect(&self, host: &HostPool, reclaim: impl FnOnce() -> Vec<u32>) -> usize {
+    pub fn collect(&self, pool: &dyn Holders, reclaim: impl FnOnce() -> Vec<u32>) -> usize {
         let mut known = self.0.lock();
         if known.held.is_empty() {
             return 0;
@@ -41,7 +41,7 @@ impl Quarantine {
             match known.held.iter().position(|&held| held == page) {
                 Some(at) => {
                     known.held.swap_remove(at);
-                    host.release(&[page]);
+                    pool.let_go(&[page]);
                 }
                 None => known.early.push(page),
             }
@@ -66,7 +66,7 @@ mod tests {
 
     use super::*;
     use crate::cache::layout::HostLayout;
-    use crate::cache::pool::HostShape;
+    use crate::cache::pool::{HostPool, HostShape};
     use crate::plugin::backend::PoolGroup;
 
     /// Calls return when they like: also between being given up and being taken note of.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 
+use super::Shared;
 use super::attached::Attached;
-use crate::cache::pool::HostPool;
 use crate::cache::stats::CacheCounters;
 use crate::cache::unified::Component;
 use crate::plugin::backend::{Place, StorageBackend};
@@ -75,22 +75,28 @@ impl Registry {
 
     /// Gives back what late calls held, and forgets past backends that hold nothing any more. Returns the
     /// pages that are still held.
-    pub fn collect(&self, pools: &[(Component, &HostPool)]) -> usize {
+    pub fn collect(&self, shared: &Shared) -> usize {
         let mut past = self.past.lock();
         let current = self.current();
         let mut held = 0;
         for attached in current.iter().chain(past.iter()) {
-            held += pools.iter().map(|(component, host)| attached.collect(*component, host)).sum::<usize>();
+            for (component, host) in shared.hosts() {
+                held += match shared.direct_of(attached, component) {
+                    Some(direct) => attached.collect(component, direct.held().as_ref()),
+                    None => attached.collect(component, host),
+                };
+            }
         }
         // Whoever is about to call a past backend, or to report pages that a call of it holds, has it in hand.
         past.retain(|attached| Arc::strong_count(attached) > 1 || !attached.is_done_with());
         held
     }
 
-    /// All pages of a component that late calls hold, once a call.
+    /// All pages of the host pool of a component that late calls hold, once a call.
     pub fn held(&self, component: Component) -> Vec<u32> {
         let past = self.past.lock();
         let current = self.current();
-        current.iter().chain(past.iter()).flat_map(|attached| attached.held(component)).collect()
+        let of_host = current.iter().chain(past.iter()).filter(|attached| !attached.is_direct());
+        of_host.flat_map(|attached| attached.held(component)).collect()
     }
 }

@@ -50,6 +50,11 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
         return;
     }
     let attached = &batch.origin.attached;
+    let is_direct = attached.is_direct();
+    // Whoever writes into the device's pages by himself knows nothing of what the device was told to compute with them before.
+    if is_direct && !wanted.iter().all(|run| passed(shared, run)) {
+        return;
+    }
     let pages: usize = wanted.iter().map(|run| run.span.moved()).sum();
     let of_run = |run: &LoadRun| bytes_of(shared, &run.span.device.0.each_ref().map(Vec::len));
     let bytes: u64 = wanted.iter().map(|run| of_run(run)).sum();
@@ -60,15 +65,24 @@ pub(crate) fn load(shared: &Shared, batch: &LoadBatch) {
     let mut answered = false;
     let began = Instant::now();
     let called = attached.call(&info, |backend, options| {
-        let loads: Vec<LayerLoad<'_>> = wanted.iter().map(|run| layers_of(run)).collect();
+        let loads: Vec<LayerLoad<'_>> = wanted.iter().map(|run| layers_of(run, is_direct)).collect();
         let words = Arc::clone(&passage.words);
         let called = backend.load_layers(options, &loads, &words, &mut || passage.look(), &mut status);
         if called.as_ref().is_err_and(|error| error.pages_in_use) {
             // The call may still write: nobody gets these pages before it returns.
             for (component, host) in shared.hosts() {
-                let held: Vec<u32> = wanted.iter().flat_map(|run| &run.span.transit[component]).copied().collect();
-                host.retain(&held);
-                attached.hold(component, &held, host);
+                let of = |run: &Arc<LoadRun>| run.span.moved_by(component, is_direct).to_vec();
+                let held: Vec<u32> = wanted.iter().flat_map(of).collect();
+                match shared.direct_of(attached, component) {
+                    Some(direct) => {
+                        direct.held().hold(&held);
+                        attached.hold(component, &held, direct.held().as_ref());
+                    }
+                    None => {
+                        host.retain(&held);
+                        attached.hold(component, &held, host);
+                    }
+                }
             }
         } else {
             // What was settled at the very end.
@@ -116,10 +130,20 @@ fn bytes_of(shared: &Shared, pages: &[usize; 3]) -> u64 {
     Component::ALL.into_iter().zip(pages).map(|(component, &pages)| bytes(component) * pages as u64).sum()
 }
 
-fn layers_of(run: &LoadRun) -> LayerLoad<'_> {
+/// Waits until what the device was told to compute before it got the load's slots has run. False if that failed: then the slots are not touched.
+fn passed(shared: &Shared, run: &LoadRun) -> bool {
+    Component::ALL.into_iter().filter_map(|component| Some((component, shared.pools(component)?.0))).all(
+        |(component, device)| {
+            let passed = device.pass(&run.moments[component]);
+            passed.inspect_err(|error| tracing::error!(%error, "nothing can be loaded to the device")).is_ok()
+        },
+    )
+}
+
+fn layers_of(run: &LoadRun, is_direct: bool) -> LayerLoad<'_> {
     let lanes = PoolGroup::ALL.map(|group| {
         let component = Component::ALL[group as usize];
-        LoadLane { from: run.span.from(component), pages: &run.span.transit[component] }
+        LoadLane { from: run.span.from(component), pages: run.span.moved_by(component, is_direct) }
     });
     LayerLoad { request: run.request, start: run.span.start, keys: &run.span.keys, lanes }
 }

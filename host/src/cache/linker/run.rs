@@ -59,7 +59,7 @@ pub(crate) struct LoadSpan {
     pub start: usize,
     /// Device slots.
     pub device: Slots,
-    /// Transit pages, one for each.
+    /// Transit pages, one for each; none where the backend fills the device slots itself.
     pub transit: Slots,
     /// Pages of windows that going on from a page's end needs; 0 without windows.
     pub window: usize,
@@ -79,6 +79,11 @@ impl LoadSpan {
     /// The keys of the pages of a component.
     pub fn keys_of(&self, component: Component) -> &[PageKey] {
         self.keys.get(self.from(component)..).unwrap_or_default()
+    }
+
+    /// The pages of a component that the backend fills.
+    pub fn moved_by(&self, component: Component, is_direct: bool) -> &[u32] {
+        if is_direct { &self.device[component] } else { &self.transit[component] }
     }
 
     /// Pages of all components.

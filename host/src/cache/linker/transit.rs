@@ -1,4 +1,4 @@
-//! A batch of loads on its way through the transit pages.
+//! A batch of loads on its way through the transit pages, or straight to the device.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::run::{LoadRun, Verdict};
 use crate::cache::controller::Shared;
-use crate::cache::pool::{HostPool, Transfers};
+use crate::cache::pool::{DirectPool, HostPool, Transfers};
 use crate::cache::seal::SealFault;
 use crate::cache::stats::StorageResult;
 use crate::cache::unified::{Component, PerComponent};
@@ -21,13 +21,15 @@ pub(super) type Position = (usize, Component, usize);
 pub(super) struct Passage<'a> {
     shared: &'a Shared,
     pub runs: &'a [Arc<LoadRun>],
+    /// The device's pages of each component that the backend fills itself.
+    direct: PerComponent<Option<&'a DirectPool>>,
     pub words: Arc<[AtomicU32]>,
     landed: Vec<bool>,
     /// For each run and page of a component the checksums of its parts, in order, as far as their layers have landed.
     sums: Vec<PerComponent<Vec<Vec<u32>>>>,
     /// Whether the device takes the checksums, of what it has got, when all layers are there.
     by_device: PerComponent<bool>,
-    /// Pages that could not be copied to the device.
+    /// Pages that could not be copied to the device, or looked at there.
     uncopied: Vec<PerComponent<Vec<bool>>>,
     judged: bool,
 }
@@ -36,16 +38,23 @@ impl<'a> Passage<'a> {
     /// Nothing has come yet. The seals that the transit pages may still have from earlier are wiped.
     pub fn new(shared: &'a Shared, runs: &'a [Arc<LoadRun>]) -> Self {
         let layers = shared.layers();
-        let hosts = shared.hosts();
-        for (component, host) in &hosts {
-            for page in runs.iter().flat_map(|run| &run.span.transit[*component]) {
+        let attached = runs.first().map(|run| &run.origin.attached);
+        let direct = Component::ALL.map(|component| shared.direct_of(attached?, component));
+        let direct = PerComponent(direct);
+        for (component, host) in shared.hosts() {
+            for &page in runs.iter().flat_map(|run| run.span.moved_by(component, direct[component].is_some())) {
                 // SAFETY: the load alone holds the page, and no call on it runs yet.
-                unsafe { host.wipe_seal(*page) };
+                unsafe {
+                    match direct[component] {
+                        Some(direct) => direct.wipe_seal(page),
+                        None => host.wipe_seal(page),
+                    }
+                }
             }
         }
         let parts = |component: Component| shared.host_of(component).map_or(0, |host| host.component_layers().count());
         let sums_of = |run: &LoadRun| {
-            let of = |component: Component| vec![vec![0; parts(component)]; run.span.transit[component].len()];
+            let of = |component: Component| vec![vec![0; parts(component)]; run.span.device[component].len()];
             PerComponent(Component::ALL.map(of))
         };
         let by_device =
@@ -54,6 +63,7 @@ impl<'a> Passage<'a> {
         Passage {
             shared,
             runs,
+            direct,
             words: (0..layers).map(|_| AtomicU32::new(0)).collect(),
             landed: vec![false; layers],
             sums: runs.iter().map(|run| sums_of(run)).collect(),
@@ -102,8 +112,13 @@ impl<'a> Passage<'a> {
         }
         let of = |component| shared.pools(component).map_or(1, |(device, _)| device.pages_at_once());
         let at_once = PerComponent(Component::ALL.map(of));
+        let direct = &self.direct;
         for (run, uncopied) in self.runs.iter().zip(&mut self.uncopied) {
             run.land(layer, &at_once, |component, pages| {
+                if direct[component].is_some() {
+                    // They are where they belong.
+                    return Transfers::new();
+                }
                 // SAFETY: as above, and the load holds the transit pages until its copies have come.
                 let begun = unsafe { begin_layer_in(shared, run, component, pages.clone(), layer) };
                 begun.unwrap_or_else(|| {
@@ -119,9 +134,21 @@ impl<'a> Passage<'a> {
         let shared = self.shared;
         for component in Component::ALL.into_iter().filter(|&component| self.by_device[component]) {
             let Some((device, host)) = shared.pools(component) else { continue };
-            for (run, sums) in self.runs.iter().zip(&mut self.sums) {
+            for ((run, sums), uncopied) in self.runs.iter().zip(&mut self.sums).zip(&mut self.uncopied) {
                 let slots = &run.span.device[component];
                 if slots.is_empty() {
+                    continue;
+                }
+                if self.direct[component].is_some() {
+                    // Nobody gets the slots before the call has returned, whoever wants them back.
+                    match device.checksums(slots, true, &run.moments[component]) {
+                        Ok(Some(taken)) => sums[component] = taken,
+                        Ok(None) => uncopied[component].fill(true),
+                        Err(error) => {
+                            tracing::error!(%error, "what a backend wrote to the device could not be verified");
+                            uncopied[component].fill(true);
+                        }
+                    }
                     continue;
                 }
                 let taken = run.arrive().and_then(|()| {
@@ -141,6 +168,10 @@ impl<'a> Passage<'a> {
     fn check(&self, (run, component, page): Position) -> Result<(), SealFault> {
         let (span, sums) = (&self.runs[run].span, &self.sums[run][component][page]);
         let key = span.keys_of(component).get(page).ok_or(SealFault::Damaged)?;
+        if let Some(direct) = self.direct[component] {
+            // SAFETY: as below.
+            return unsafe { direct.verify(span.device[component][page], key, sums) };
+        }
         let host = self.shared.host_of(component).ok_or(SealFault::Damaged)?;
         // SAFETY: the load holds the page. A seal that is still being written does not verify, and is looked at again.
         unsafe { host.verify_sums(span.transit[component][page], key, sums) }

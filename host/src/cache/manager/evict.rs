@@ -115,6 +115,15 @@ impl CacheManager {
         }
     }
 
+    /// Frees slots that calls of backends have given back.
+    pub(super) fn sweep(&mut self) {
+        for component in Component::ALL {
+            if let Some(pool) = self.device_pool_mut(component) {
+                pool.sweep();
+            }
+        }
+    }
+
     /// Changes the owner of device slots, one by one.
     fn change_owner(
         &mut self,

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crate::cache::config::PolicyUpdate;
 use crate::cache::controller::{Event, Shared};
-use crate::plugin::backend::{GuardReport, HostPoolDescription, Place, StorageBackend};
+use crate::cache::pool::{DeviceMemory, DirectPool};
+use crate::plugin::backend::{DevicePools, GuardReport, HostPoolDescription, Place, StorageBackend};
 
 /// The storage tier's switch, for threads other than the scheduler's. Clones share one switch.
 /// Everything here may be called at any time, also under load; no request fails because of it.
@@ -34,6 +35,16 @@ impl StorageHandle {
 
     fn pools_of(&self, shared: &Shared, rank: usize) -> Vec<HostPoolDescription> {
         shared.hosts().iter().flat_map(|(_, host)| host.descriptions(rank).cloned()).collect()
+    }
+
+    /// The device's pools themselves, for backends that take its memory; none where pages go by way of the host.
+    pub fn device_pools(&self) -> Option<DevicePools> {
+        let shared = self.shared.as_ref()?;
+        let pools = shared.direct.as_ref()?.0.iter().flatten();
+        let descriptions = pools.flat_map(DirectPool::descriptions).cloned().collect();
+        let beside = shared.beside.iter().flatten().map(|(device, _)| device.clone());
+        let keep: Vec<DeviceMemory> = std::iter::once(shared.device.clone()).chain(beside).collect();
+        Some(DevicePools { descriptions, keep: Arc::new(keep) })
     }
 
     /// Puts an opened and registered backend to use, in the same step in which the one whose place it takes leaves. Pages that the

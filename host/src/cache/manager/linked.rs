@@ -330,6 +330,22 @@ impl CacheManager {
             && let Some(lower) = &self.lower
         {
             lower.shared.release_host(run.span.transit.clone());
+            for component in Component::ALL {
+                if let Some(direct) = lower.shared.direct_of(&run.origin.attached, component) {
+                    direct.held().release(&run.span.device[component]);
+                }
+            }
+            self.sweep();
+        }
+    }
+
+    /// The slots of a load that a backend fills itself are given to nobody before its call has returned.
+    fn hold_slots(&self, run: &LoadRun) {
+        let Some(lower) = &self.lower else { return };
+        for component in Component::ALL {
+            if let Some(direct) = lower.shared.direct_of(&run.origin.attached, component) {
+                direct.held().hold(&run.span.device[component]);
+            }
         }
     }
 

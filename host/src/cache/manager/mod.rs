@@ -29,10 +29,10 @@ pub use linked::Settled;
 use super::config::CacheConfig;
 use super::controller::{Controller, Event, Pools};
 use super::linker::LoadRun;
-use super::pool::{CacheMemory, DeviceMemory, DevicePages, HostPool};
+use super::pool::{CacheMemory, DeviceMemory, DevicePages, DirectPool, HostPool};
 use super::stats::{CacheCounters, CacheEvents, CacheStats};
 use super::types::{CacheError, RequestId};
-use super::unified::{Below, Component, StateConfig, Tree, TreeConfig, TreeError};
+use super::unified::{Below, Component, PerComponent, StateConfig, Tree, TreeConfig, TreeError};
 use admit::{ActiveFetch, Request};
 use grant::ActiveLoad;
 use outgoing::Writes;
@@ -157,12 +157,14 @@ impl CacheManager {
                 };
                 let windows = window.map(|window| beside(window.memory, Component::Window, window.host_pages));
                 let states = state.map(|state| beside(state.memory, Component::State, state.host_slots));
-                let pools = Pools {
-                    device: memory.clone(),
-                    host: host(&memory, Component::Full, host_pages)?,
-                    window_pages: windows.is_some().then(|| tree.config().window_pages() as usize),
-                    beside: [windows.transpose()?, states.transpose()?],
+                let full = host(&memory, Component::Full, host_pages)?;
+                let window_pages = windows.is_some().then(|| tree.config().window_pages() as usize);
+                let beside = [windows.transpose()?, states.transpose()?];
+                let direct = match config.linked {
+                    true => direct_pools((&memory, &full), &beside, config.identity)?,
+                    false => None,
                 };
+                let pools = Pools { device: memory.clone(), host: full, window_pages, beside, direct };
                 Some(Controller::new(&config, pools, Arc::clone(&counters), Arc::clone(&events), waker)?)
             }
         };
@@ -171,11 +173,21 @@ impl CacheManager {
         let (host, transit) = if config.linked { (0, config.host_pages) } else { (config.host_pages, 0) };
         counters.host_total_tokens.store(total(host), Ordering::Relaxed);
         counters.transit_total_tokens.store(total(transit), Ordering::Relaxed);
+        let mut device = DevicePages::new(pages);
+        let (mut windows, mut states) = (windows, states);
+        if let Some(direct) = lower.as_ref().and_then(|lower| lower.shared.direct.as_ref()) {
+            let slots = [Some(&mut device), windows.as_mut(), states.as_mut()];
+            for (slots, direct) in slots.into_iter().zip(&direct.0) {
+                if let (Some(slots), Some(direct)) = (slots, direct) {
+                    slots.heed(Arc::clone(direct.held()));
+                }
+            }
+        }
         let mut cache = CacheManager {
             page_size,
             tree,
             config,
-            device: DevicePages::new(pages),
+            device,
             windows,
             states,
             memory,
@@ -223,13 +235,14 @@ impl CacheManager {
         self.take_events();
         let mut next = self.pump_writes();
         if let Some(lower) = &self.lower {
-            let held = lower.shared.registry.collect(&lower.shared.hosts());
+            let held = lower.shared.registry.collect(&lower.shared);
             self.counters.host_quarantined_pages.store(held as u64, Ordering::Relaxed);
             if held > 0 {
                 let again = Instant::now() + COLLECT_INTERVAL;
                 next = Some(next.map_or(again, |next| next.min(again)));
             }
         }
+        self.sweep();
         self.update_gauges();
         next
     }
@@ -323,4 +336,22 @@ impl CacheManager {
         self.count(|counters| &counters.misuses, 1);
         tracing::error!(%error, "the cache was called wrongly");
     }
+}
+
+/// The pages of all components as backends see them that take the device's memory. None unless each component's can be.
+fn direct_pools(
+    full: (&DeviceMemory, &HostPool),
+    beside: &[Option<(DeviceMemory, HostPool)>; 2],
+    identity: [u8; 32],
+) -> Result<Option<PerComponent<Option<DirectPool>>>, CacheError> {
+    let [window, state] = beside.each_ref().map(|pools| pools.as_ref().map(|(device, host)| (device, host)));
+    let mut direct = PerComponent::default();
+    for (at, pools) in [Some(full), window, state].into_iter().enumerate() {
+        let Some((device, host)) = pools else { continue };
+        direct.0[at] = DirectPool::new(device, host, identity)?;
+        if direct.0[at].is_none() {
+            return Ok(None);
+        }
+    }
+    Ok(Some(direct))
 }

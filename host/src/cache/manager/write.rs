@@ -271,6 +271,7 @@ impl CacheManager {
         let path = self.tree.key_path(*nodes.last()?);
         let path = self.sound(path)?;
         let transit = match self.config.linked {
+            true if self.writes.views[at].attached.is_direct() => Slots::default(),
             true => match self.transit_for_store(&nodes) {
                 Some(transit) => transit,
                 None => {

@@ -5,21 +5,19 @@
 //! a fresh page that only its operation and the not-yet-valid tree node hold; afterwards the page
 //! is only read until its last holder lets go. Backends fill fresh pages that only the prefetch holds.
 
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use kvdock_kernels::{HostPage, KvDtype};
 use kvdock_plugin_api::Dtype;
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::Advice;
 use sha2::{Digest, Sha256};
 
+use super::mapping::Mapping;
 use super::memory::{DeviceMemory, HostShape, NamedPlanes};
 use super::noted::Noted;
-use super::pages::SharedPages;
+use super::pages::{Holders, SharedPages};
 use crate::cache::layout::{HostLayout, PlaneShape, PlaneStrides};
 use crate::cache::seal::{SealFault, SealFormat};
 use crate::cache::types::CacheError;
@@ -29,13 +27,11 @@ use crate::plugin::backend::{HostPoolComponent, HostPoolDescription, HostPoolSeg
 const ANCHOR_NAME: &str = "kv";
 
 /// Alignment of the planes, and of every piece of a page where the page's size allows it.
-const BLOCK: u64 = 4096;
+pub(super) const BLOCK: u64 = 4096;
 
 /// Host pages, their memory and their seals.
 pub(crate) struct HostPool {
-    base: *mut u8,
-    fd: ManuallyDrop<OwnedFd>,
-    bytes: u64,
+    memory: Mapping,
     planes: Vec<Plane>,
     /// What backends have to know of each named pool, in order.
     descriptions: Vec<HostPoolDescription>,
@@ -72,19 +68,13 @@ struct Plane {
     strides: PlaneStrides,
 }
 
-// SAFETY: the mapping is plain memory that stays mapped for ever; who may touch which
-// page is governed by the holders in `pages`, and the unsafe functions below ask for that.
-unsafe impl Send for HostPool {}
-// SAFETY: as above; shared access hands out raw pointers only.
-unsafe impl Sync for HostPool {}
-
 impl std::fmt::Debug for HostPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("HostPool").field("descriptions", &self.descriptions).finish_non_exhaustive()
     }
 }
 
-fn round_up(bytes: u64, to: u64) -> Option<u64> {
+pub(super) fn round_up(bytes: u64, to: u64) -> Option<u64> {
     Some(bytes.checked_add(to - 1)? / to * to)
 }
 
@@ -141,7 +131,11 @@ impl Plan {
                 planned.components.push(HostPoolComponent { layer, ..component });
             }
             let segments = shape.segments(layout).into_iter();
-            planned.segments.extend(segments.map(|part| HostPoolSegment { offset: part.offset + at, ..part }));
+            planned.segments.extend(segments.map(|part| HostPoolSegment {
+                region: 0,
+                offset: part.offset + at,
+                ..part
+            }));
             self.planes.push(Plane { offset: at, shape, strides: shape.strides(layout) });
             at = round_up(at.checked_add(bytes)?, BLOCK)?;
         }
@@ -149,7 +143,7 @@ impl Plan {
         // Seals are whole blocks where everything else of a page is, so that direct I/O stays possible.
         let aligned = planned.segments.iter().all(|s| s.len % BLOCK == 0 && s.stride % BLOCK == 0);
         let len = round_up(format.len() as u64, if aligned { BLOCK } else { 64 })?;
-        let area = HostPoolSegment { offset: at, stride: len, len };
+        let area = HostPoolSegment { region: 0, offset: at, stride: len, len };
         planned.segments.push(area);
         planned.seals = Some((area, format));
         self.bytes = round_up(at.checked_add(len.checked_mul(pages.into())?)?, BLOCK)?;
@@ -162,7 +156,7 @@ impl Plan {
 }
 
 /// What binds a seal to its pool: a page of another pool under the same key is another page.
-fn seal_identity(identity: [u8; 32], pool: &str) -> [u8; 32] {
+pub(super) fn seal_identity(identity: [u8; 32], pool: &str) -> [u8; 32] {
     if pool == ANCHOR_NAME {
         return identity;
     }
@@ -214,28 +208,9 @@ impl HostPool {
             .map(|plan| Plan { bytes: plan.bytes.max(BLOCK), ..plan })
             .filter(|plan| plan.bytes <= isize::MAX as u64)
             .ok_or_else(|| too_large("the size is beyond what this machine can address"))?;
-        let failed =
-            |error: rustix::io::Errno| CacheError::HostMemory { bytes: plan.bytes, message: error.to_string() };
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create("kvdock-host-pool", flags).map_err(failed)?;
-        rustix::fs::ftruncate(&fd, plan.bytes).map_err(failed)?;
-        // Nobody who gets the descriptor can cut the memory off under us.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                plan.bytes as usize,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )
-        }
-        .map_err(failed)?;
-        // SAFETY: the range is the mapping just made. Only advice: where huge pages are off, nothing is lost.
-        let _ = unsafe { rustix::mm::madvise(base, plan.bytes as usize, Advice::LinuxHugepage) };
-        let prefault = prefault(base as usize, &plan);
+        let memory = Mapping::new(plan.bytes)?;
+        let base = memory.base() as usize;
+        let prefault = prefault(base, &plan);
         let mut descriptions = Vec::with_capacity(plan.pools.len());
         let (mut seals, mut ranks) = (Vec::new(), Vec::new());
         for (pool, (named, planned)) in shape.pools.iter().zip(plan.pools).enumerate() {
@@ -249,10 +224,11 @@ impl HostPool {
                 pages,
                 page_tokens: shape.page_tokens as u32,
                 layers: if planned.seals.is_some() { shape.layers as u32 } else { 0 },
-                base: base as usize,
+                base,
                 bytes: plan.bytes,
                 pinned: false,
-                fd: fd.as_raw_fd(),
+                fd: memory.fd(),
+                device: Vec::new(),
                 segments: planned.segments,
                 components: planned.components,
             });
@@ -262,9 +238,7 @@ impl HostPool {
         Ok(HostPool {
             by_heads: layout == HostLayout::PageHead,
             noted: Noted::default(),
-            base: base.cast(),
-            fd: ManuallyDrop::new(fd),
-            bytes: plan.bytes,
+            memory,
             planes: plan.planes,
             descriptions,
             ranks,
@@ -280,7 +254,7 @@ impl HostPool {
     /// memory.
     pub fn pin_for(&mut self, device: &DeviceMemory) {
         // SAFETY: the mapping just made is never unmapped.
-        match unsafe { device.pin_host(self.base, self.bytes as usize) } {
+        match unsafe { device.pin_host(self.memory.base(), self.memory.bytes() as usize) } {
             Ok(pinned) => self.descriptions.iter_mut().for_each(|description| description.pinned = pinned),
             Err(error) => tracing::warn!(%error, "host pages are not pinned, and copied in two steps"),
         }
@@ -357,7 +331,7 @@ impl HostPool {
         let (k, v) = (self.planes.get(plane)?, self.planes.get(plane + 1)?);
         let start = |plane: &Plane| {
             let offset = plane.offset + u64::from(page) * plane.strides.page;
-            self.base.wrapping_add(offset as usize)
+            self.memory.base().wrapping_add(offset as usize)
         };
         Some(HostPage {
             k: start(k),
@@ -379,7 +353,7 @@ impl HostPool {
             return None;
         }
         let offset = plane.offset + u64::from(page) * plane.strides.page + layer as u64 * plane.strides.layer;
-        Some((self.base.wrapping_add(offset as usize), head_bytes as usize))
+        Some((self.memory.base().wrapping_add(offset as usize), head_bytes as usize))
     }
 
     /// Writes the seal of a page under `key`, if it does not stand yet.
@@ -506,7 +480,7 @@ impl HostPool {
 
     fn seal_pointer(&self, seals: &Seals, page: u32) -> *mut u8 {
         let offset = seals.area.offset + u64::from(page) * seals.area.stride;
-        self.base.wrapping_add(offset as usize)
+        self.memory.base().wrapping_add(offset as usize)
     }
 
     /// CRC-32C of each component of a named pool, computed when the first one is asked for.
@@ -558,7 +532,7 @@ impl HostPool {
         let at = segment.offset + u64::from(page) * segment.stride + component.offset + run * component.run_stride;
         // SAFETY: the plan keeps every run inside its segment and every segment inside the mapping, and by the caller's promise nobody
         // writes it.
-        unsafe { std::slice::from_raw_parts(self.base.wrapping_add(at as usize), component.run_len as usize) }
+        unsafe { std::slice::from_raw_parts(self.memory.base().wrapping_add(at as usize), component.run_len as usize) }
     }
 
     fn is_sealed(&self, page: u32) -> bool {
@@ -575,18 +549,17 @@ impl HostPool {
     }
 }
 
+impl Holders for HostPool {
+    fn let_go(&self, pages: &[u32]) {
+        self.release(pages);
+    }
+}
+
 impl Drop for HostPool {
     fn drop(&mut self) {
         // Otherwise it could give memory to what is given back below.
         if let Some(thread) = self.prefault.take() {
             let _ = thread.join();
-        }
-        // Mapping and descriptor stay: a backend that never returned from a call or from `close`
-        // may still use them. The memory behind them is given back; whoever reads it sees zeros.
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let freed = rustix::fs::fallocate(&*self.fd, flags, 0, self.bytes);
-        if let Err(error) = freed {
-            tracing::error!(%error, "the memory of the host pool could not be given back");
         }
     }
 }

@@ -4,7 +4,7 @@ mod copies;
 
 use std::sync::Arc;
 
-use kvdock_kernels::{KernelError, KvDtype, KvPool, KvSpec, PagePool};
+use kvdock_kernels::{DeviceRanges, KernelError, KvDtype, KvPool, KvSpec, PagePool};
 use kvdock_models::{HitPolicy, PageSource, PoolDecl, PoolKind, PoolMemory, PoolSet};
 
 use crate::cache::layout::PlaneShape;
@@ -298,6 +298,19 @@ impl DeviceMemory {
         HostShape { pools: self.pools.iter().map(named).collect(), page_tokens, layers: self.layers, dtype: self.dtype }
     }
 
+    /// Where its pages lie on a device, pool by pool, nothing of a logical one. None unless all of them are keys and values in such memory.
+    pub(crate) fn on_device(&self) -> Option<Vec<Option<OnDevice>>> {
+        let of = |pool: &DevicePool| match &pool.buffers {
+            Buffers::Logical => Some(None),
+            Buffers::Heads(heads) => {
+                let ranges = heads.device_memory()?;
+                Some(Some(OnDevice { ranges, spec: *heads.spec(), layers: pool.layers.clone() }))
+            }
+            Buffers::Bytes(_) => None,
+        };
+        self.pools.iter().map(of).collect()
+    }
+
     /// Makes host memory that pages are copied to and from known to the device; false where it has no use for that.
     ///
     /// # Errors
@@ -323,6 +336,22 @@ impl DevicePool {
             Some(layers) => layers.iter().position(|&of| of as usize == layer).filter(|&at| at < count),
             None => Some(layer).filter(|&at| at < count),
         }
+    }
+}
+
+/// Where the pages of a named pool lie on a device.
+pub(crate) struct OnDevice {
+    /// The memory.
+    pub ranges: DeviceRanges,
+    /// What lies there.
+    pub spec: KvSpec,
+    layers: Option<Vec<u32>>,
+}
+
+impl OnDevice {
+    /// The model's layer behind a buffer.
+    pub fn layer(&self, buffer: u32) -> u32 {
+        self.layers.as_ref().and_then(|layers| layers.get(buffer as usize).copied()).unwrap_or(buffer)
     }
 }
 

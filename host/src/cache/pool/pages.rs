@@ -11,6 +11,12 @@ pub(crate) enum PageFault {
     NotOwned { page: u32 },
 }
 
+/// Pages that calls may hold, whoever they are.
+pub(crate) trait Holders {
+    /// Takes a holder from each page.
+    fn let_go(&self, pages: &[u32]);
+}
+
 /// Pages counted by holders: the tree is one, each operation on a page is another. A page is free
 /// again when the last lets go, so an operation's pages outlive whatever happens to the tree.
 #[derive(Debug)]

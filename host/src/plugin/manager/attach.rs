@@ -87,6 +87,7 @@ impl Shared {
             folders: self.folders.clone(),
             identity: self.identity.clone(),
             pools: pools.into_iter().map(Arc::from).collect(),
+            device: self.sink.device_pools(),
             mode: self.sink.cache_mode(),
             state: member.state.clone(),
             calls: member.calls.clone(),

@@ -267,6 +267,10 @@ impl StorageBackend for Ranks {
         self.instances().iter().all(|instance| instance.has_linker())
     }
 
+    fn is_direct(&self) -> bool {
+        self.is_alone() && self.first.is_direct()
+    }
+
     fn lookup(
         &self,
         options: &CallOptions,

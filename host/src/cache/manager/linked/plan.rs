@@ -73,6 +73,7 @@ impl CacheManager {
         let layers = self.lower.as_ref().map_or(0, |lower| lower.shared.layers());
         let id = self.new_id();
         let run = LoadRun::new(id, state.id, origin, span, moments, layers);
+        self.hold_slots(&run);
         self.arrivals.insert(id, Arc::clone(&run));
         self.queued_loads.push(id);
         state.linked.run = Some(Arc::clone(&run));
@@ -146,7 +147,7 @@ impl CacheManager {
         let taken = match resident < held_end.min(ends[0]) {
             // What nobody asked storage for has left the device.
             true => Err(NoLoad::Nothing),
-            false => self.take_load_room(state, pages, resident, &ends),
+            false => self.take_load_room(state, origin.attached.is_direct(), (pages, resident), &ends),
         };
         let (end, device, transit, moments) = match taken {
             Ok(taken) => taken,
@@ -162,12 +163,13 @@ impl CacheManager {
         Ok(Planned { origin, span: LoadSpan { keys, start: pages, device, transit, window }, moments, lent })
     }
 
-    /// Slots and transit pages for a load to the longest of `ends` for which there is room, in time.
+    /// Slots and transit pages for a load to the longest of `ends` for which there is room, in time. A backend that fills the slots itself needs no
+    /// transit pages.
     fn take_load_room(
         &mut self,
         state: &mut Request,
-        start: usize,
-        resident: usize,
+        is_direct: bool,
+        (start, resident): (usize, usize),
         ends: &[usize],
     ) -> Result<(usize, Slots, Slots, PerComponent<Moments>), NoLoad> {
         let (window, states) = (self.window_pages(), usize::from(self.states.is_some()));
@@ -179,9 +181,8 @@ impl CacheManager {
             };
             ends.iter().copied().find(fits)
         };
-        let host = |component: Component| self.host_pool(component);
-        let wanted = longest(&|component| host(component).map_or(0, HostPool::capacity));
-        let mut chosen = longest(&|component| host(component).map_or(0, HostPool::free_count));
+        let wanted = longest(&|component| self.passage(component, is_direct, false));
+        let mut chosen = longest(&|component| self.passage(component, is_direct, true));
         if chosen != wanted {
             let now = Instant::now();
             let patience = self.config.prefetch_timeout_base;
@@ -198,8 +199,7 @@ impl CacheManager {
             // Waiting would bring nothing: what fits.
             let room = Component::ALL.map(|component| {
                 let free = self.device_pool(component).map_or(0, DevicePages::free_count);
-                let transit = self.host_pool(component).map_or(0, HostPool::free_count);
-                transit.min(free + self.tree.sizes(component).unlocked)
+                self.passage(component, is_direct, true).min(free + self.tree.sizes(component).unlocked)
             });
             chosen = longest(&|component| room[component as usize]);
             device = chosen.and_then(|end| self.take_slots(Side::Device, &needs.upto(end)));
@@ -208,7 +208,10 @@ impl CacheManager {
             state.storage.reason = Some(MissReason::HostFull);
             return Err(NoLoad::Nothing);
         };
-        let transit = self.lower.as_ref().and_then(|lower| lower.shared.alloc_host(&needs.upto(end)));
+        let transit = match is_direct {
+            true => Some(Slots::default()),
+            false => self.lower.as_ref().and_then(|lower| lower.shared.alloc_host(&needs.upto(end))),
+        };
         let Some(transit) = transit else {
             self.give_back_all(Side::Device, device);
             return Err(NoLoad::Nothing);
@@ -228,6 +231,19 @@ impl CacheManager {
             state.storage.reason = Some(MissReason::HostFull);
         }
         Ok((end, device, transit, moments))
+    }
+
+    /// Pages of a component that may be loaded at a time, or those of them that nobody has `now`. By way of the host they are its transit pages; of the
+    /// device backends fill no more than half by themselves, as a call that never returns keeps its slots for ever, and the rest has to do then.
+    fn passage(&self, component: Component, is_direct: bool, now: bool) -> usize {
+        if !is_direct {
+            let of = if now { HostPool::free_count } else { HostPool::capacity };
+            return self.host_pool(component).map_or(0, of);
+        }
+        let direct = self.lower.as_ref().and_then(|lower| lower.shared.direct.as_ref());
+        let held = direct.and_then(|direct| direct[component].as_ref()).map_or(0, |direct| direct.held().len());
+        let all = self.device_pool(component).map_or(0, |pool| pool.capacity() / 2);
+        if now { all.saturating_sub(held) } else { all }
     }
 
     /// The point behind all that the device was told to compute so far, for the pools of each component.

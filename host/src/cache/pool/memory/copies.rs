@@ -133,6 +133,19 @@ impl DeviceMemory {
         Ok(Moments(self.pools.iter().map(of).collect::<Result<_, _>>()?))
     }
 
+    /// Waits until what the devices of the pools were told to compute before `moments` has run.
+    ///
+    /// # Errors
+    /// A device's own.
+    pub(crate) fn pass(&self, moments: &Moments) -> Result<(), KernelError> {
+        for (index, pool) in self.pools.iter().enumerate() {
+            if let (Buffers::Heads(heads), Some(moment)) = (&pool.buffers, moments.of(index)) {
+                heads.pass(moment)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Starts to copy a layer of pages from the host, as far as the pools have it, given as pairs of a device page and a host page: behind
     /// what the device was told to compute before `moments`, and beside what it computes later.
     ///
