@@ -37,6 +37,10 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
 // A barrier of one warpgroup, `number` being 1 to 15.
 __device__ __forceinline__ void warpgroup_barrier(u32 number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 
+// Turns of two warpgroups, `number` being 1 to 15: one waits until all threads of the other have given it the turn, and gives it back without waiting.
+__device__ __forceinline__ void turn_wait(u32 number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
+__device__ __forceinline__ void turn_give(u32 number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
+
 // Makes what this thread has written to shared memory visible to products and bulk copies.
 __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

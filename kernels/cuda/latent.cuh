@@ -4,6 +4,7 @@
 // split s has numbers s * split_rows and following. Parts are merged as those of paged attention.
 #pragma once
 #include "rows.cuh"
+#include "splits.cuh"
 
 #if ROW_TYPE == 0
 typedef PlainRows<F32> Rows;
@@ -14,8 +15,6 @@ typedef PlainRows<BF16> Rows;
 #else
 typedef PackedRows Rows;
 #endif
-
-#define MERGE_THREADS 128
 
 // A run of pool rows that a row of queries sees.
 struct Run {
@@ -46,16 +45,8 @@ latent_merge(const f32* partial, const f32* partial_ms, const u32* runs_a, const
     const u32 head = blockIdx.x, row = blockIdx.y;
     const u32 end = (runs_a[4 * u64(row) + 2] + runs_b[4 * u64(row) + 2] + split_rows - 1) / split_rows;
     const u64 at = (u64(row) * heads + head) * splits;
-    f32 most = sinks ? sinks[head] * LOG2_E : -INFINITE;
-    for (u32 s = 0; s < end; s++) most = fmaxf(most, partial_ms[2 * (at + s)]);
-    f32 total = sinks ? exp2f(sinks[head] * LOG2_E - most) : 0.0f;
-    for (u32 s = 0; s < end; s++) total = fmaf(exp2f(partial_ms[2 * (at + s)] - most), partial_ms[2 * (at + s) + 1], total);
-    for (u32 d = threadIdx.x; d < VALUE; d += MERGE_THREADS) {
-        f32 value = 0.0f;
-        for (u32 s = 0; s < end; s++) value = fmaf(exp2f(partial_ms[2 * (at + s)] - most), partial[(at + s) * VALUE + d], value);
-        // A row that sees nothing gives nothing.
-        out[(u64(row) * heads + head) * VALUE + d] = end == 0 ? 0.0f : value / total;
-    }
+    const f32 sink = sinks ? sinks[head] * LOG2_E : -INFINITE;
+    merge_splits<VALUE>(partial + at * VALUE, partial_ms + 2 * at, 0, end, sink, out + (u64(row) * heads + head) * VALUE);
 }
 
 EXPORT(latent_merge)

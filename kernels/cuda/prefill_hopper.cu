@@ -3,7 +3,7 @@
 // A block takes 128 pairs of row and query head that share a KV head: 64 for each of two warpgroups, which compute. One thread of a third starts the copies: keys and values
 // of a tile of KEYS positions come in boxes of rows of one page, into one of STAGES places, as soon as both warpgroups have let go of it. Scores are products of queries
 // and keys in shared memory, weights come from registers, sums stay in them. A tile's values are multiplied while the softmax of the next tile's scores is taken; and the two
-// warpgroups go their own ways, so that one's softmax runs beside the other's products, too.
+// warpgroups take turns at starting products, so that one's softmax runs beside the other's products.
 //
 // Bound by arithmetic: 2 * (DIM_K + DIM_V) operations a pair and key against keys and values read once a block.
 //
@@ -262,7 +262,16 @@ paged_prefill_hopper(const f32* q, const void* key_map, const void* value_map, c
         }
     };
 
+    // The turn to start products goes from one warpgroup to the other, the first one having it first; each waits for its own at a barrier of its own. Both have as many, and the second one's
+    // last is followed by none.
+    const u32 own_turn = 2 + warpgroup, other_turn = 7 - own_turn;
+    auto give_turn = [&](u32 base) {
+        if (warpgroup == 1 || base + KEYS <= highest) turn_give(other_turn);
+    };
+    if (warpgroup == 2) turn_give(other_turn);
+    turn_wait(own_turn);
     begin_scores(0);
+    give_turn(first_base);
     wgmma_wait<0>();
     hold(scores);
     soften(first_base);
@@ -271,8 +280,10 @@ paged_prefill_hopper(const f32* q, const void* key_map, const void* value_map, c
     for (u32 base = first_base + KEYS; base <= highest; base += KEYS, turn++) {
         // The values of the tile before are multiplied while the scores of this one become weights.
         const u16* values = values_of(turn - 1, base - KEYS);
+        turn_wait(own_turn);
         begin_scores(turn);
         begin_sums(values);
+        give_turn(base);
         wgmma_wait<1>();
         hold(scores);
         soften(base);

@@ -194,7 +194,7 @@ impl CudaDevice {
                 size(op, "splits", splits)?,
             ];
             // SAFETY: as above.
-            unsafe { self.kernels.launch(unit, "paged_merge", Extent::plane(call.heads, count, 128), &args, queue)? };
+            unsafe { self.kernels.launch(unit, "paged_merge", Extent::plane(call.heads, count, 256), &args, queue)? };
         }
         Ok(())
     }

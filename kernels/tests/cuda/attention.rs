@@ -224,7 +224,7 @@ impl Case {
             )?;
             gpu.launch(
                 "paged_merge",
-                Grid([heads, count, 1], 128, 0),
+                Grid([heads, count, 1], 256, 0),
                 args![
                     partial,
                     partial_ms,

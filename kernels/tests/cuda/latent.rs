@@ -264,7 +264,7 @@ impl Attend {
             )?;
             gpu.launch(
                 "latent_merge",
-                Grid([heads as u32, count, 1], 128, 0),
+                Grid([heads as u32, count, 1], 256, 0),
                 args![
                     partial,
                     partial_ms,

@@ -46,7 +46,7 @@ const FLOORS: &[Floor] = &[
     floor("kv_write", 128, "(4 + e) T Hkv (dk + dv)", "T Hkv (dk + dv)", "memory"),
     floor("paged_decode", 128, "e L Hkv (dk + dv) a row", "2 L H (dk + dv) a row", "memory up to GROUP 8"),
     floor("paged_decode_tiles", 128, "e L Hkv (dk + dv) a row", "2 L Hkv 16 (dk + dv) a row", "memory"),
-    floor("paged_merge", 128, "4 splits H dv a row", "2 splits H dv a row", "memory"),
+    floor("paged_merge", 256, "4 splits H dv a row", "2 splits H dv a row", "memory"),
     floor("paged_prefill", 128, "4 T H (dk + dv) + e L Hkv (dk + dv) a 64 rows", "2 T L H (dk + dv)", "arithmetic"),
     floor(
         "paged_prefill_hopper",
@@ -86,7 +86,7 @@ const FLOORS: &[Floor] = &[
         "2 L H (D + value) a row, times PARTS",
         "memory up to some 40 heads (20 with PARTS 2), else arithmetic",
     ),
-    floor("latent_merge", 128, "4 splits H value a row", "2 splits H value a row", "memory"),
+    floor("latent_merge", 256, "4 splits H value a row", "2 splits H value a row", "memory"),
     floor("index_scores", 128, "e L d a row", "2 L H d a row", "arithmetic (no tensor cores)"),
     floor("index_tiles", 128, "e L d a row", "2 L H d a row, times PARTS", "arithmetic"),
     floor("top_k", 256, "4 L a row, up to 6 times from the cache", "12 L a row", "latency"),

@@ -182,7 +182,7 @@ impl CudaDevice {
                 size(op, "splits", splits)?,
             ];
             // SAFETY: as above.
-            unsafe { self.run(unit, "latent_merge", Extent::plane(heads, count, 128), &args)? };
+            unsafe { self.run(unit, "latent_merge", Extent::plane(heads, count, 256), &args)? };
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 // that all have to reach, or to its end. So what lacks a barrier reads what is not there yet, or what is not there any more. Threads that are never let go are an error.
 // Shared memory begins every block as NaN. Warp operations exchange values through two buffers in turns: a lane is never more than
 // one exchange ahead of another. Asynchronous copies are made at once or
-// when they are waited for, by the seed.
+// when they are waited for, by the seed. Who lets go of a place in shared memory stands back until others have filled it again.
 #pragma once
 
 #include <cmath>

@@ -110,6 +110,8 @@ struct Meeting {
     unsigned arrived = 0, rounds = 0;
 };
 std::map<unsigned, Meeting> meetings;
+// Those at barriers that warpgroups share, by their number.
+std::map<unsigned, Meeting> turns;
 
 void perform(const Copy& copy) {
     std::memset(copy.to, 0, copy.bytes);
@@ -283,6 +285,9 @@ void run_block(std::mt19937_64& random, uint64_t seed) {
             if (fiber.state == State::barrier) fiber.state = State::ready;
         }
     }
+    for (const auto& turn : turns) {
+        if (turn.second.arrived) refuse("the block has ended, and " + std::to_string(turn.second.arrived) + " threads have arrived at barrier " + std::to_string(turn.first) + " for nobody");
+    }
     if (!bulks.empty()) refuse("the block has ended, and " + std::to_string(bulks.size()) + " bulk copies have not been waited for");
 }
 
@@ -315,6 +320,13 @@ void shared(void* memory, unsigned long bytes) {
 
 void pause() { wait_as(State::paused); }
 void progressed() { any_progress = true; }
+void step_back() {
+    // Once for those who wait to look, once for them to go on.
+    for (unsigned round = 0; round < 2; round++) {
+        progressed();
+        pause();
+    }
+}
 
 void warpgroup_arrive(unsigned number) {
     if (number == 0 || number > 15) refuse("the barrier of a warpgroup has a number from 1 to 15");
@@ -328,6 +340,19 @@ void warpgroup_arrive(unsigned number) {
         return;
     }
     while (meeting.rounds == round) pause();
+}
+
+void meet(unsigned number, unsigned threads, bool wait) {
+    if (number == 0 || number > 15) refuse("a barrier has a number from 1 to 15");
+    Meeting& meeting = turns[number];
+    const unsigned round = meeting.rounds;
+    if (++meeting.arrived == threads) {
+        meeting.arrived = 0;
+        meeting.rounds++;
+        progressed();
+    } else {
+        while (wait && meeting.rounds == round) pause();
+    }
 }
 
 void barrier_change(unsigned long long* at, unsigned arrivals, int bytes) {
@@ -445,6 +470,7 @@ void run(const Launched& what, dim3 grid, dim3 block, uint32_t shared_bytes, uin
         fibers.assign(threads, Fiber());
         bulks.clear();
         meetings.clear();
+        turns.clear();
         warps.resize((threads + 31) / 32);
         dynamic_memory.reset(new unsigned char[shared_bytes]);
         std::memset(dynamic_memory.get(), 0xFF, shared_bytes);

@@ -11,8 +11,12 @@ namespace emulation {
 void pause();
 // Something has happened that who waits may wait for.
 void progressed();
+// Lets others run, until those who wait have seen what has happened, and have done what follows.
+void step_back();
 void bulk_later(void* to, const void* map, unsigned x, unsigned y, unsigned long long* barrier);
 void warpgroup_arrive(unsigned number);
+// Arrives at a barrier of `threads` threads of any warpgroups; waits there, or goes on.
+void meet(unsigned number, unsigned threads, bool wait);
 
 // A barrier, as it lies in shared memory.
 struct Barrier {
@@ -66,12 +70,18 @@ inline void barrier_make(unsigned long long* barrier, unsigned arrivals) {
     std::memcpy(barrier, &made, sizeof made);
 }
 inline void barriers_made() {}
-inline void barrier_arrive(unsigned long long* barrier) { emulation::barrier_change(barrier, 1, 0); }
+// Others run before this thread goes on: what it lets go of may be overwritten at once.
+inline void barrier_arrive(unsigned long long* barrier) {
+    emulation::barrier_change(barrier, 1, 0);
+    emulation::step_back();
+}
 inline void barrier_expect(unsigned long long* barrier, unsigned bytes) { emulation::barrier_change(barrier, 1, static_cast<int>(bytes)); }
 inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
     while (emulation::barrier_phase(barrier) == (parity != 0)) emulation::pause();
 }
 inline void warpgroup_barrier(unsigned number) { emulation::warpgroup_arrive(number); }
+inline void turn_wait(unsigned number) { emulation::meet(number, 256, true); }
+inline void turn_give(unsigned number) { emulation::meet(number, 256, false); }
 inline void shared_fence() {}
 inline void map_acquire(const void*) {}
 inline void bulk_load(void* to, const void* map, unsigned x, unsigned y, unsigned long long* barrier) {
