@@ -381,6 +381,23 @@ pub trait Device: ElementOps + ExpertOps + RowOps + StateOps + Send + Sync {
         work(plan)
     }
 
+    /// Whether [`Device::replay`] keeps work and queues it again.
+    fn replays(&self) -> bool {
+        false
+    }
+
+    /// Does `work`, which calls operations of this device. A device may call it several times, with an effect once: it sees what `work` would queue,
+    /// and what it has kept of earlier calls under the same `key` it queues again, where that is the same but for numbers from the host (row numbers,
+    /// positions, page tables) and the contents of buffers. So `work` makes all handles that hold such numbers anew each time (plans, indices, spans), lets
+    /// go of them and of all its work space before it returns, allocates nothing but work space, reads nothing, and uploads nothing else.
+    ///
+    /// # Errors
+    /// What `work` gives, failures of the device.
+    fn replay(&self, key: u64, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<(), KernelError> {
+        let _ = key;
+        work()
+    }
+
     /// `out[r, :] = table[ids[r], :]`, dequantised. `out` is `[ids.len(), table.cols]`.
     fn embed(&self, table: &Weight, ids: &[u32], out: &mut Buf) -> Result<(), KernelError>;
 

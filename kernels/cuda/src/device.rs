@@ -14,6 +14,8 @@ use super::module::{Extent, Kernels};
 use super::order::Order;
 use super::plan::CudaPlan;
 use super::pool::CudaKvPool;
+use super::replays::Replays;
+use super::script::Script;
 use super::units::Unit;
 
 /// What may be given up for speed.
@@ -56,6 +58,11 @@ pub struct CudaDevice {
     /// Memory that results pass through.
     pub(super) download: Mutex<Option<PinnedMemory>>,
     pub(super) graphs: Mutex<Graphs>,
+    pub(super) replays: Mutex<Replays>,
+    /// The step that is gone through.
+    pub(super) script: Arc<Script>,
+    /// Whether steps are recorded.
+    pub(super) recordings: bool,
     /// The lowest end of a rotary table that was used since it was last reset.
     pub(super) position_limit: AtomicUsize,
 }
@@ -152,7 +159,8 @@ impl CudaDevice {
             let reason = format!("{} has compute capability {major}.{minor}; the kernels need 8.0 or later", gpu.name);
             return Err(KernelError::Device { op: "the GPU", reason });
         }
-        let kernels = Arc::new(Kernels::new(&driver, source));
+        let script = Arc::new(Script::default());
+        let kernels = Arc::new(Kernels::new(&driver, source, &script));
         for unit in ALWAYS {
             kernels.prepare(unit)?;
         }
@@ -162,15 +170,25 @@ impl CudaDevice {
             numerics_id: format!("cuda-{}-{}-3", gpu.architecture(), arithmetic.name()),
             arithmetic,
             kernels,
-            uploads: Arc::new(Uploads::new(&driver)),
-            blocks: Blocks::new(&driver),
+            uploads: Arc::new(Uploads::new(&driver, &script)),
+            blocks: Blocks::new(&driver, &script),
             order: Order::new(&driver)?,
             driver,
             partial: Mutex::default(),
             download: Mutex::default(),
             graphs: Mutex::default(),
+            replays: Mutex::default(),
+            script,
+            recordings: true,
             position_limit: AtomicUsize::new(usize::MAX),
         })
+    }
+
+    /// The same device, which queues every step kernel by kernel: to compare with.
+    pub fn kernel_by_kernel(self) -> Self {
+        let mut device = self;
+        device.recordings = false;
+        device
     }
 
     pub(super) fn foreign(&self, op: &'static str, what: &'static str) -> KernelError {
@@ -249,7 +267,7 @@ impl CudaDevice {
 
     /// Queues numbers to the device, to be used by what is queued before the block is dropped.
     pub(super) fn send_words(&self, op: &'static str, words: &[u32], queue: &Queue) -> Result<Block, KernelError> {
-        let block = self.blocks.take(words.len() * 4, "row numbers")?;
+        let block = self.blocks.numbers(words.len() * 4, "row numbers")?;
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         // SAFETY: the block is as long as the words, and all of its uses are ordered by the queue.
         unsafe { self.uploads.send(&bytes, block.at(), queue, op)? };
@@ -282,5 +300,6 @@ impl Drop for CudaDevice {
         // Errors here are those of operations whose callers are told when they read; what is dropped next must not be in use.
         let _ = self.order.synchronize("the end of the device");
         self.graphs.get_mut().clear(&self.driver);
+        self.clear_replays();
     }
 }

@@ -334,6 +334,21 @@ pub trait Driver: Send + Sync {
     /// All memory that the recorded work uses is still valid, and until this has run.
     unsafe fn launch_graph(&self, graph: Graph, stream: Stream) -> DriverResult<()>;
 
+    /// Whether it wants to know what recorded kernels touch this time.
+    fn wants_touches(&self) -> bool {
+        false
+    }
+
+    /// As [`Driver::launch_graph`]. `touches` is what each kernel touches this time, in order of their recording; empty unless that is wanted.
+    ///
+    /// # Safety
+    /// As [`Driver::launch_graph`].
+    unsafe fn launch_graph_touching(&self, graph: Graph, touches: &[Vec<Touch>], stream: Stream) -> DriverResult<()> {
+        let _ = touches;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_graph(graph, stream) }
+    }
+
     /// Ends recorded work.
     ///
     /// # Safety

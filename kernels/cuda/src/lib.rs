@@ -25,6 +25,8 @@ mod pool;
 mod probe;
 mod products;
 mod real;
+mod replays;
+mod script;
 mod staging;
 mod units;
 

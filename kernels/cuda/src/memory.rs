@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 
 use super::driver::{Access, Arg, DevicePtr, Driver, DriverError, Event, Stream, Touch};
 use super::order::Order;
+use super::script::Script;
 use kvdock_kernels::{KernelError, Moment};
 
 /// A failed call as an error of an operation.
@@ -198,6 +199,7 @@ impl Drop for Mark {
 /// Pinned memory that data passes through on its way to the device: pieces of it are on their way while others are filled.
 pub(super) struct Uploads {
     driver: Arc<dyn Driver>,
+    script: Arc<Script>,
     slots: Mutex<Slots>,
 }
 
@@ -220,8 +222,12 @@ pub(super) const PIECE: usize = 4 << 20;
 const SMALL: usize = 64 << 10;
 
 impl Uploads {
-    pub(super) fn new(driver: &Arc<dyn Driver>) -> Self {
-        Self { driver: Arc::clone(driver), slots: Mutex::new(Slots { all: Vec::new(), next: 0 }) }
+    pub(super) fn new(driver: &Arc<dyn Driver>, script: &Arc<Script>) -> Self {
+        Self {
+            driver: Arc::clone(driver),
+            script: Arc::clone(script),
+            slots: Mutex::new(Slots { all: Vec::new(), next: 0 }),
+        }
     }
 
     /// Queues on `queue` that `bytes` come to `to`. When it returns, `bytes` may be used for something else.
@@ -235,6 +241,9 @@ impl Uploads {
         queue: &Queue,
         op: &'static str,
     ) -> Result<(), KernelError> {
+        if self.script.sends(bytes, to, op)? {
+            return Ok(());
+        }
         let mut at = to;
         for piece in bytes.chunks(PIECE) {
             // SAFETY: a part of what the caller promises.
@@ -310,6 +319,7 @@ impl Drop for Uploads {
 /// block may be given out while work on it is still queued.
 pub(super) struct Blocks {
     driver: Arc<dyn Driver>,
+    script: Arc<Script>,
     free: Mutex<Vec<DeviceMemory>>,
 }
 
@@ -317,13 +327,21 @@ pub(super) struct Blocks {
 const KEPT_BLOCKS: usize = 256;
 
 impl Blocks {
-    pub(super) fn new(driver: &Arc<dyn Driver>) -> Arc<Self> {
-        Arc::new(Self { driver: Arc::clone(driver), free: Mutex::new(Vec::new()) })
+    pub(super) fn new(driver: &Arc<dyn Driver>, script: &Arc<Script>) -> Arc<Self> {
+        Arc::new(Self { driver: Arc::clone(driver), script: Arc::clone(script), free: Mutex::new(Vec::new()) })
     }
 
     /// A block of at least `bytes` bytes.
     pub(super) fn take(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
         self.exactly(bytes.next_power_of_two().max(1024), what)
+    }
+
+    /// A block of at least `bytes` bytes for numbers from the host, which are sent before anything else is done with it.
+    pub(super) fn numbers(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
+        match self.script.array(bytes, what) {
+            None => self.take(bytes, what),
+            Some(at) => Ok(Block { at: at?, bytes, of: Of::Numbers }),
+        }
     }
 
     /// A block of at least `bytes` bytes, and not many more: for buffers, which may be large.
@@ -333,6 +351,11 @@ impl Blocks {
     }
 
     fn exactly(self: &Arc<Self>, bytes: usize, what: &'static str) -> Result<Block, KernelError> {
+        if let Some(lent) = self.script.room(bytes, what) {
+            let (index, memory) = lent?;
+            let (at, script) = (memory.at(), Arc::clone(&self.script));
+            return Ok(Block { at, bytes, of: Of::Script(script, index, memory) });
+        }
         let kept = {
             let mut free = self.free.lock();
             let index = free.iter().position(|memory| memory.bytes() == bytes);
@@ -342,32 +365,48 @@ impl Blocks {
             Some(memory) => memory,
             None => DeviceMemory::new(&self.driver, bytes, what)?,
         };
-        Ok(Block { memory: Some(memory), home: Arc::clone(self) })
+        Ok(Block { at: memory.at(), bytes, of: Of::Blocks(Arc::clone(self), Some(memory)) })
     }
 }
 
 /// A block on loan.
 pub(super) struct Block {
-    memory: Option<DeviceMemory>,
-    home: Arc<Blocks>,
+    at: DevicePtr,
+    bytes: usize,
+    of: Of,
+}
+
+/// Whose memory a block is.
+enum Of {
+    Blocks(Arc<Blocks>, Option<DeviceMemory>),
+    /// A step's that is gone through, by its number there.
+    Script(Arc<Script>, usize, Arc<DeviceMemory>),
+    /// Among the numbers of such a step.
+    Numbers,
 }
 
 impl Block {
     pub(super) fn at(&self) -> DevicePtr {
-        self.memory.as_ref().map_or(0, DeviceMemory::at)
+        self.at
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.memory.as_ref().map_or(0, DeviceMemory::bytes)
+        self.bytes
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let Some(memory) = self.memory.take() else { return };
-        let mut free = self.home.free.lock();
-        if free.len() < KEPT_BLOCKS {
-            free.push(memory);
+        match &mut self.of {
+            Of::Blocks(home, memory) => {
+                let Some(memory) = memory.take() else { return };
+                let mut free = home.free.lock();
+                if free.len() < KEPT_BLOCKS {
+                    free.push(memory);
+                }
+            }
+            Of::Script(script, index, memory) => script.give_back(*index, memory),
+            Of::Numbers => {}
         }
     }
 }

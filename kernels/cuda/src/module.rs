@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::code::CodeSource;
 use super::driver::{Arg, Driver, Function, Launch, Module, Touches, nothing_more};
 use super::memory::{Queue, failed};
+use super::script::{Script, Way};
 use super::units::Unit;
 use kvdock_kernels::KernelError;
 
@@ -15,6 +16,7 @@ use kvdock_kernels::KernelError;
 pub(super) struct Kernels {
     driver: Arc<dyn Driver>,
     source: Arc<dyn CodeSource>,
+    script: Arc<Script>,
     loaded: Mutex<Loaded>,
 }
 
@@ -45,8 +47,8 @@ impl Extent {
 }
 
 impl Kernels {
-    pub(super) fn new(driver: &Arc<dyn Driver>, source: Arc<dyn CodeSource>) -> Self {
-        Self { driver: Arc::clone(driver), source, loaded: Mutex::default() }
+    pub(super) fn new(driver: &Arc<dyn Driver>, source: Arc<dyn CodeSource>, script: &Arc<Script>) -> Self {
+        Self { driver: Arc::clone(driver), source, script: Arc::clone(script), loaded: Mutex::default() }
     }
 
     fn module(&self, loaded: &mut Loaded, unit: Unit) -> Result<Module, KernelError> {
@@ -116,6 +118,9 @@ impl Kernels {
             *to = u32::try_from(from).ok().filter(|n| axis == 0 || *n <= 65_535).ok_or_else(too_large)?;
         }
         let shared = u32::try_from(extent.shared).map_err(|_| too_large())?;
+        if self.script.launches(unit, name, &extent, args, touches) == Way::Dry {
+            return Ok(());
+        }
         let function = self.function(unit, name)?;
         let launch = Launch { grid, block: [extent.threads, 1, 1], shared, args, touches };
         // SAFETY: the caller's promise.

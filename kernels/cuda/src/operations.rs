@@ -33,6 +33,7 @@ impl CudaDevice {
         bytes: usize,
         then: impl FnOnce(&[u8]),
     ) -> Result<(), KernelError> {
+        self.script.refuse(op)?;
         let mut download = self.download.lock();
         if download.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
             *download = Some(PinnedMemory::new(&self.driver, bytes.next_power_of_two().max(4096), "results")?);
@@ -76,6 +77,7 @@ impl Device for CudaDevice {
 
     fn alloc(&self, len: usize) -> Result<Buf, KernelError> {
         let op = "alloc";
+        self.script.refuse(op)?;
         let bytes = product(op, &[len, 4])?;
         let memory = self.blocks.near(bytes, "a buffer")?;
         if bytes > 0 {
@@ -187,7 +189,15 @@ impl Device for CudaDevice {
     }
 
     fn repeats(&self) -> bool {
-        true
+        self.recordings
+    }
+
+    fn replays(&self) -> bool {
+        self.recordings
+    }
+
+    fn replay(&self, key: u64, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<(), KernelError> {
+        self.run_replayed(key, work)
     }
 
     fn repeat(

@@ -61,7 +61,7 @@ impl CudaPlan {
     ) -> Result<Self, KernelError> {
         let checked = StepPlan::new(spec, seqs)?;
         let words = arrays(&checked)?;
-        let block = blocks.take(words.len() * 4, "the plan of a step")?;
+        let block = blocks.numbers(words.len() * 4, "the plan of a step")?;
         // SAFETY: the block is as long as the words, and all of its uses are ordered by the queue.
         unsafe { uploads.send(&as_bytes(&words), block.at(), queue, "plan")? };
         Ok(Self { checked, pool, block, bytes: words.len() * 4, tiles: Mutex::default() })
@@ -149,7 +149,7 @@ impl CudaPlan {
                 words.extend(firsts.flat_map(|first| [index as u32, first as u32]));
             }
         }
-        let block = blocks.take(words.len() * 4, "the tiles of a step")?;
+        let block = blocks.numbers(words.len() * 4, "the tiles of a step")?;
         // SAFETY: the block is as long as the words, and all of its uses are ordered by the queue.
         unsafe { uploads.send(&as_bytes(&words), block.at(), queue, "plan")? };
         let tiles = Arc::new(Tiles { block, count: words.len() / 2 });

@@ -131,7 +131,8 @@ impl CudaDevice {
         let (q, out) = (self.floats(op, "q", q, q_len)?, self.floats(op, "out", out, out_len)?);
         let checked = runs.iter().map(|run| self.run_of(op, run, rows)).collect::<Result<Vec<_>, _>>()?;
         let longest = (0..rows).map(|row| checked.iter().map(|run| run.count(row)).sum::<usize>()).max().unwrap_or(0);
-        let splits = longest.div_ceil(SPLIT_ROWS).max(1);
+        // A power of two, so that what is recorded serves longer sequences for a while.
+        let splits = longest.div_ceil(SPLIT_ROWS).max(1).next_power_of_two();
         let kernel = kernel_of(format, (width, value), heads, self.row_parts(format), self.driver.gpu().shared_bytes);
         let row_bytes = 4 * product(op, &[heads, splits, value + 2])?;
         let at_once = (PARTIAL_BYTES / row_bytes).clamp(1, 65_535);

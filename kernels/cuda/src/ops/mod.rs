@@ -88,7 +88,7 @@ impl CudaDevice {
 
     /// Queues addresses to the device, to be used by what is queued before the block is dropped.
     fn send_addresses(&self, op: &'static str, addresses: &[u64], queue: &Queue) -> Result<Block, KernelError> {
-        let block = self.blocks.take(addresses.len() * 8, "addresses")?;
+        let block = self.blocks.numbers(addresses.len() * 8, "addresses")?;
         let bytes: Vec<u8> = addresses.iter().flat_map(|address| address.to_le_bytes()).collect();
         // SAFETY: the block is as long as the addresses, and all of its uses are ordered by the queue.
         unsafe { self.uploads.send(&bytes, block.at(), queue, op)? };

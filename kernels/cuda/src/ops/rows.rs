@@ -244,7 +244,8 @@ impl RowOps for CudaDevice {
         if spans.table.spans.iter().any(|span| span.first != 0) {
             return Err(shape(op, "spans", "from the first row on".into(), "one from another row on".into()));
         }
-        let (rows, dim, longest) = (spans.rows(), layout.elements, spans.table.longest().max(1));
+        // A power of two, so that what is recorded serves longer sequences for a while.
+        let (rows, dim, longest) = (spans.rows(), layout.elements, spans.table.longest().max(1).next_power_of_two());
         let need = product(op, &[rows, heads, dim])?;
         let (queries, weights) =
             (self.floats(op, "queries", queries, need)?, self.floats(op, "weights", weights, rows * heads)?);

@@ -348,6 +348,26 @@ impl Driver for Fake {
         Ok(())
     }
 
+    fn wants_touches(&self) -> bool {
+        true
+    }
+
+    unsafe fn launch_graph_touching(&self, graph: Graph, touches: &[Vec<Touch>], stream: Stream) -> DriverResult<()> {
+        let mut state = self.state();
+        state.called("launch_graph")?;
+        let Some(recorded) = state.graphs.get(&graph.0).cloned() else {
+            state.violation("a graph that is not there was launched".into());
+            return Ok(());
+        };
+        if recorded.len() != touches.len() {
+            state.violation(format!("a graph of {} kernels is to touch what {} do", recorded.len(), touches.len()));
+        }
+        for (operation, touches) in recorded.into_iter().zip(touches) {
+            state.run(stream, &Recorded { touches: touches.clone(), ..operation });
+        }
+        Ok(())
+    }
+
     unsafe fn destroy_graph(&self, graph: Graph) -> DriverResult<()> {
         let mut state = self.state();
         state.called("destroy_graph")?;

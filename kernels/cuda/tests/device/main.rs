@@ -14,6 +14,7 @@ mod pages;
 mod recorded;
 mod refusals;
 mod repeats;
+mod replays;
 mod rig;
 mod rows;
 mod sampling;

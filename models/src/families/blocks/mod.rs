@@ -8,6 +8,7 @@ pub(crate) mod keys;
 pub(crate) mod load;
 pub(crate) mod moe;
 pub(crate) mod narrow;
+pub(crate) mod replay;
 pub(crate) mod rows;
 pub(crate) mod share;
 pub(crate) mod step;

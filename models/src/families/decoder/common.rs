@@ -8,6 +8,7 @@ use super::run::{Decoder, Net, Place};
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
 use crate::families::blocks::moe::{Mlp, group};
+use crate::families::blocks::replay::Streams;
 use crate::families::blocks::share::Cut;
 use crate::families::{Build, Geometry, Parts};
 use crate::{KvGeometry, ModelError, PoolDecl};
@@ -88,7 +89,10 @@ impl Basics {
             page_multiple: 1,
         };
         let (device, share) = (Arc::clone(build.device), build.share.clone());
-        Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(Decoder { spec, net, device, share })) })
+        Ok(Parts {
+            geometry,
+            finish: Box::new(move |spec| Arc::new(Decoder { spec, net, device, share, streams: Streams::default() })),
+        })
     }
 
     /// Embedding, final norm and output matrix, below `prefix`; layers are still to come.

@@ -11,12 +11,13 @@ use super::gqa::Heads;
 use super::mla::Latent;
 use crate::families::blocks::context::Dealt;
 use crate::families::blocks::moe::{Mlp, Moe};
+use crate::families::blocks::replay::Streams;
 use crate::families::blocks::rows::{Placement, Positions, Reach};
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::{
-    Batch, KvGeometry, LayerHooks, Logits, Model, ModelError, ModelSpec, PageSource, PoolMemory, PoolSet, PooledBatch,
-    PooledChunk,
+    Batch, KvGeometry, LayerHooks, Logits, Model, ModelError, ModelSpec, NoHooks, PageSource, PoolMemory, PoolSet,
+    PooledBatch, PooledChunk,
 };
 
 /// How a layer mixes tokens.
@@ -83,8 +84,10 @@ pub(super) struct Decoder {
     pub(super) net: Net,
     pub(super) device: Arc<dyn Device>,
     pub(super) share: Share,
+    pub(super) streams: Streams,
 }
 
+#[derive(Clone, Copy)]
 enum Memory<'a> {
     One(&'a dyn KvPool),
     Many(&'a PoolSet),
@@ -202,36 +205,63 @@ impl Decoder {
             return Ok(());
         }
         let device = self.device.as_ref();
+        let (hidden, count) = (self.spec.hidden, self.net.layers.len());
+        let mut repeated = |x: &mut Buf| self.layers(&dealt, memory, &NoHooks, x);
+        let kept = self.streams.decode(device, (&self.share, &dealt), hidden, (count, hooks), &mut repeated)?;
+        let once = match &kept {
+            Some(_) => None,
+            None => {
+                let mut x = device.scratch(step.rows() * hidden)?;
+                self.layers(&dealt, memory, hooks, &mut x)?;
+                Some(x)
+            }
+        };
+        let weight = self.net.head.as_ref().unwrap_or(&self.net.embedding);
+        let (vocab, eps) = (self.spec.vocab_size, self.net.eps);
+        let head = Head { norm: &self.net.norm, weight, vocab, eps, share: &self.share };
+        if let Some(x) = kept.as_ref().map(|kept| &kept.stream).or(once.as_ref()) {
+            head.logits(device, x, &step.wanted, &mut out)?;
+        }
+        kept.into_iter().for_each(|kept| self.streams.give_back(kept));
+        Ok(())
+    }
+
+    /// All layers, from the embedding on: the residual stream of the step's rows, into `x`.
+    fn layers(
+        &self,
+        dealt: &Dealt<'_>,
+        memory: Memory<'_>,
+        hooks: &dyn LayerHooks,
+        x: &mut Buf,
+    ) -> Result<(), ModelError> {
+        let (device, step) = (self.device.as_ref(), dealt.own());
         let rows = step.rows();
         let plans = Pass::plan(device, step, &memory)?;
         let all_plans = dealt.is_dealt().then(|| Pass::plan(device, dealt.whole(), &memory)).transpose()?;
         let positions = Positions::new(device, step);
         let (tokens, picked) = (OnceCell::new(), None);
-        let mut pass = Pass { device, dealt: &dealt, step, memory, plans, all_plans, positions, tokens, picked };
+        let mut pass = Pass { device, dealt, step, memory, plans, all_plans, positions, tokens, picked };
         let (hidden, eps) = (self.spec.hidden, self.net.eps);
-        let (mut x, mut normed) = (device.scratch(rows * hidden)?, device.scratch(rows * hidden)?);
-        let vocab = self.spec.vocab_size;
-        self.share.embed(device, &self.net.embedding, vocab, &step.ids, &mut x)?;
+        let mut normed = device.scratch(rows * hidden)?;
+        self.share.embed(device, &self.net.embedding, self.spec.vocab_size, &step.ids, x)?;
         for (index, layer) in self.net.layers.iter().enumerate() {
             hooks.before_layer(index)?;
-            device.rms_norm(&x, &layer.mixer_norm, eps, rows, &mut normed)?;
+            device.rms_norm(x, &layer.mixer_norm, eps, rows, &mut normed)?;
             let mut mixed = match &layer.mixer {
                 Mixer::Heads(heads) => heads.apply(&pass, &normed)?,
                 Mixer::Delta(delta) => delta.apply(&pass, &normed)?,
                 Mixer::Latent(latent) => latent.apply(&mut pass, &normed)?,
             };
             self.share.sum(device, &mut mixed, rows * hidden)?;
-            device.add_rms_norm(&mut x, &mixed, &layer.ffn_norm, eps, rows, &mut normed)?;
+            device.add_rms_norm(x, &mixed, &layer.ffn_norm, eps, rows, &mut normed)?;
             let mut fed = match &layer.ffn {
                 FeedForward::Mlp(mlp) => mlp.apply(device, &normed, rows)?,
                 FeedForward::Moe(moe) => moe.apply(device, &normed, rows, &step.ids)?,
             };
             self.share.sum(device, &mut fed, rows * hidden)?;
-            device.add(&mut x, &fed, rows * hidden)?;
+            device.add(x, &fed, rows * hidden)?;
         }
-        let weight = self.net.head.as_ref().unwrap_or(&self.net.embedding);
-        let head = Head { norm: &self.net.norm, weight, vocab, eps, share: &self.share };
-        head.logits(device, &x, &step.wanted, &mut out)
+        Ok(())
     }
 
     fn check_pool(&self, pool: &dyn KvPool, kv: KvGeometry) -> Result<(), ModelError> {

@@ -16,6 +16,7 @@ use super::{Build, Family, Geometry, Parts};
 use crate::ModelError;
 use crate::families::blocks::keys::Keys;
 use crate::families::blocks::load::Loader;
+use crate::families::blocks::replay::Streams;
 
 inventory::submit! {
     Family {
@@ -42,5 +43,8 @@ fn build(input: &Build<'_>) -> Result<Parts, ModelError> {
         page_multiple: places.page_multiple,
     };
     let (device, share) = (Arc::clone(input.device), input.share.clone());
-    Ok(Parts { geometry, finish: Box::new(move |spec| Arc::new(run::DeepseekV4 { spec, net, device, share })) })
+    Ok(Parts {
+        geometry,
+        finish: Box::new(move |spec| Arc::new(run::DeepseekV4 { spec, net, device, share, kept: Streams::default() })),
+    })
 }

@@ -11,6 +11,7 @@ use super::step::V4Step;
 use crate::families::blocks::Linear;
 use crate::families::blocks::context::Dealt;
 use crate::families::blocks::moe::Moe;
+use crate::families::blocks::replay::Streams;
 use crate::families::blocks::share::Share;
 use crate::families::blocks::step::{Head, Rules, Step, check_pools};
 use crate::{Batch, DraftPass, LayerHooks, Logits, Model, ModelError, ModelSpec, NoHooks, PoolSet, PooledBatch};
@@ -53,6 +54,7 @@ pub(super) struct DeepseekV4 {
     pub(super) net: Net,
     pub(super) device: Arc<dyn Device>,
     pub(super) share: Share,
+    pub(super) kept: Streams,
 }
 
 impl Layer {
@@ -76,11 +78,22 @@ impl Layer {
 /// Each row of `x` in all streams, `[rows, STREAMS, hidden]`.
 fn in_all_streams(device: &dyn Device, x: &Buf, rows: usize, hidden: usize) -> Result<Buf, KernelError> {
     let mut streams = device.scratch(rows * STREAMS * hidden)?;
+    into_all_streams(device, x, rows, hidden, &mut streams)?;
+    Ok(streams)
+}
+
+fn into_all_streams(
+    device: &dyn Device,
+    x: &Buf,
+    rows: usize,
+    hidden: usize,
+    streams: &mut Buf,
+) -> Result<(), KernelError> {
     for stream in 0..STREAMS {
         let target = Columns { stride: STREAMS * hidden, at: stream * hidden };
-        device.copy_columns(x, Columns { stride: hidden, at: 0 }, &mut streams, target, hidden, rows)?;
+        device.copy_columns(x, Columns { stride: hidden, at: 0 }, streams, target, hidden, rows)?;
     }
-    Ok(streams)
+    Ok(())
 }
 
 impl DeepseekV4 {
@@ -97,13 +110,20 @@ impl DeepseekV4 {
 
     /// The streams of all rows behind the last layer.
     fn streams(&self, step: &V4Step<'_>, hooks: &dyn LayerHooks) -> Result<Buf, ModelError> {
+        let mut streams = step.device.scratch(step.step.rows() * STREAMS * self.spec.hidden)?;
+        self.layers(step, hooks, &mut streams)?;
+        Ok(streams)
+    }
+
+    /// All layers, from the embedding on, into `streams`.
+    fn layers(&self, step: &V4Step<'_>, hooks: &dyn LayerHooks, streams: &mut Buf) -> Result<(), ModelError> {
         let embedded = self.embed(&step.step.ids)?;
-        let mut streams = in_all_streams(step.device, &embedded, step.step.rows(), self.spec.hidden)?;
+        into_all_streams(step.device, &embedded, step.step.rows(), self.spec.hidden, streams)?;
         for (index, layer) in self.net.layers.iter().enumerate() {
             hooks.before_layer(index)?;
-            layer.apply(&self.share, step, &mut streams, self.net.eps)?;
+            layer.apply(&self.share, step, streams, self.net.eps)?;
         }
-        Ok(streams)
+        Ok(())
     }
 
     fn embed(&self, ids: &[u32]) -> Result<Buf, ModelError> {
@@ -182,8 +202,23 @@ impl Model for DeepseekV4 {
     ) -> Result<(), ModelError> {
         check_pools(&self.spec.pools, pools)?;
         let step = self.check(batch, pools)?;
-        let streams = self.streams(&self.over(&step, pools), hooks)?;
-        self.logits((&self.net.mix, &self.net.norm), &streams, &step.own().wanted, logits)
+        let (device, width) = (self.device.as_ref(), STREAMS * self.spec.hidden);
+        let layers = (self.net.layers.len(), hooks);
+        // What a step knows of its rows is made anew each time.
+        let mut repeated = |streams: &mut Buf| self.layers(&self.over(&step, pools), &NoHooks, streams);
+        let (mix, wanted) = ((&self.net.mix, &self.net.norm), &step.own().wanted);
+        if step.own().ids.is_empty() {
+            let streams = self.streams(&self.over(&step, pools), hooks)?;
+            return self.logits(mix, &streams, wanted, logits);
+        }
+        match self.kept.decode(device, (&self.share, &step), width, layers, &mut repeated)? {
+            Some(kept) => {
+                self.logits(mix, &kept.stream, wanted, logits)?;
+                self.kept.give_back(kept);
+                Ok(())
+            }
+            None => self.logits(mix, &self.streams(&self.over(&step, pools), hooks)?, wanted, logits),
+        }
     }
 
     fn forward_draft(
