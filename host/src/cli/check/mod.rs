@@ -45,7 +45,8 @@ pub(super) struct CheckArgs {
     #[arg(value_name = "PATH", required_unless_present = "list")]
     plugin: Option<String>,
     /// The plugin's configuration, a JSON object; `{scratch}` stands for a fresh folder, one for each rule. Without it that of the plugin's note.
-    /// Keys to which the note gives a `{scratch}` come from there when they are left out: rules run beside one another and must not meet.
+    /// Keys to which the note gives a `{scratch}`, and those that its schema names for this (`x-check-apart`), come from there when they are left
+    /// out: rules run beside one another and must not meet.
     #[arg(long, value_name = "JSON")]
     config: Option<String>,
     /// Also write the result as JUnit XML.
@@ -94,7 +95,7 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let began = Instant::now();
     let (name, report) = match inspect(&path) {
         Ok(info) => {
-            let config = config(&info, args.config.as_deref())?;
+            let (config, warnings) = config(&info, args.config.as_deref())?;
             let (name, plugin) = (info.note.name.clone(), Plugin::new(info, config, args.patience)?);
             let (bar, hangs) = (progress(asked.len()), AtomicUsize::new(0));
             let _interrupts = Interrupts::listen(process::interrupt)?;
@@ -110,6 +111,10 @@ fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
             {
                 let why = as_configured(&why, &name);
                 return Err(Failure(format!("{name} can't be checked, for its store went away meanwhile: {why}")));
+            }
+            if !report.failed().is_empty() {
+                // Said at the beginning, and a cause that nobody thinks of at the end.
+                warnings.iter().for_each(|line| say(line));
             }
             (name, report)
         }
@@ -196,41 +201,51 @@ pub(super) fn locate(plugin: &str, set: &[String]) -> Result<PathBuf, Failure> {
     Ok(info.path)
 }
 
-/// The configuration: what was given, which has to fit the schema, or that of the note.
-fn config(info: &PluginInfo, given: Option<&str>) -> Result<Value, Failure> {
+/// The configuration: what was given, which has to fit the schema, or that of the note. With it why rules may meet all the same.
+fn config(info: &PluginInfo, given: Option<&str>) -> Result<(Value, Vec<String>), Failure> {
     let note = &info.note;
-    let Some(text) = given else { return Ok(note.check_config.clone()) };
+    let Some(text) = given else { return Ok((note.check_config.clone(), Vec::new())) };
     let value: Value = serde_json::from_str(text).map_err(|error| Failure(format!("--config is no JSON: {error}")))?;
     let Value::Object(keys) = value else {
         return Err(Failure(format!("--config: expected a JSON object, found {text}")));
     };
-    let (keys, said) = kept_apart(keys, &note.check_config);
-    said.iter().for_each(|line| say(line));
+    let (keys, said, warnings) = kept_apart(keys, &note.check_config, &note.config_schema);
+    said.iter().chain(&warnings).for_each(|line| say(line));
     let value = Value::Object(keys);
     // As the rules fill it in.
     let filled = fill(value.clone(), "/tmp/kvdock-check");
     schema::validate(&note.name, &note.config_schema, filled.as_object().unwrap_or(&Map::new()))
         .map_err(|error| Failure(format!("--config: {error}")))?;
-    Ok(value)
+    Ok((value, warnings))
 }
 
-/// A configuration with what keeps rules apart that run beside one another, as the note has it, and what is to be said of that.
-fn kept_apart(mut keys: Map<String, Value>, note: &Value) -> (Map<String, Value>, Vec<String>) {
-    let mut said = Vec::new();
-    let declared = note.as_object().into_iter().flatten();
-    for (key, value) in declared.filter(|(_, value)| value.to_string().contains(SCRATCH)) {
-        match keys.get(key) {
+/// A configuration with what keeps rules apart that run beside one another, as the note has it: values with a scratch folder in its configuration
+/// for checks, and those that its schema names. With it what was added, and what keeps nobody apart.
+fn kept_apart(
+    mut keys: Map<String, Value>,
+    check_config: &Value,
+    schema: &Value,
+) -> (Map<String, Value>, Vec<String>, Vec<String>) {
+    let (mut said, mut warnings) = (Vec::new(), Vec::new());
+    let members = |value: &Value| value.as_object().cloned().unwrap_or_default();
+    let mut declared = members(check_config);
+    declared.retain(|_, value| value.to_string().contains(SCRATCH));
+    declared.extend(members(schema.get("x-check-apart").unwrap_or(&Value::Null)));
+    for (key, value) in declared {
+        let is_folder = value.to_string().contains(SCRATCH);
+        match keys.get(&key) {
             None => {
                 said.push(format!("--config has no {key}: it is {value}, as the plugin declares it for checks, so that rules do not meet"));
-                keys.insert(key.clone(), value.clone());
+                keys.insert(key, value);
             }
-            Some(given) if !given.to_string().contains(SCRATCH) => {
-                said.push(format!("warning: {key} is {given} for all rules, which then meet what others store; {value} keeps them apart"));
-            }
-            Some(_) => {}
+            Some(given) if is_folder && given.to_string().contains(SCRATCH) || *given == value => {}
+            Some(given) => warnings.push(format!(
+                "warning: {key} is {given}: rules that run beside one another meet in the store then, and may fail by no fault of the plugin; \
+                 {value} keeps them apart"
+            )),
         }
     }
-    (keys, said)
+    (keys, said, warnings)
 }
 
 /// A configuration with a folder in place of `{scratch}`.
@@ -348,16 +363,30 @@ mod tests {
     fn a_configuration_of_ones_own_lost_what_keeps_rules_apart() {
         let note = serde_json::json!({"dir": "{scratch}/pages", "size": 3, "tag": ["{scratch}"]});
         let given = serde_json::json!({"size": 4, "tag": "mine"});
-        let (keys, said) = kept_apart(given.as_object().unwrap().clone(), &note);
+        let (keys, said, warnings) = kept_apart(given.as_object().unwrap().clone(), &note, &Value::Null);
         assert_eq!(
             Value::Object(keys.clone()),
             serde_json::json!({"size": 4, "tag": "mine", "dir": "{scratch}/pages"})
         );
-        assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].contains("no dir") && said[1].contains("tag is"), "{said:?}");
-        let (_, said) = kept_apart(note.as_object().unwrap().clone(), &note);
-        assert!(said.is_empty(), "{said:?}");
+        assert!(matches!(&said[..], [dir] if dir.contains("no dir")), "{said:?}");
+        assert!(matches!(&warnings[..], [tag] if tag.contains("tag is")), "{warnings:?}");
+        let (_, said, warnings) = kept_apart(note.as_object().unwrap().clone(), &note, &Value::Null);
+        assert!(said.is_empty() && warnings.is_empty(), "{said:?} {warnings:?}");
         assert_eq!(fill(Value::Object(keys), "/x")["dir"], "/x/pages");
+    }
+
+    #[test]
+    fn without_a_key_of_the_plugin_rules_stored_pages_with_one_another_and_lost_them() {
+        let schema = serde_json::json!({"x-check-apart": {"prefer_own": true}});
+        let apart = |given: Value| kept_apart(given.as_object().unwrap().clone(), &Value::Null, &schema);
+        let (keys, said, warnings) = apart(serde_json::json!({"size": 4}));
+        assert_eq!(Value::Object(keys), serde_json::json!({"size": 4, "prefer_own": true}));
+        assert!(said[0].contains("no prefer_own") && warnings.is_empty(), "{said:?} {warnings:?}");
+        let (keys, said, warnings) = apart(serde_json::json!({"prefer_own": false}));
+        assert_eq!(Value::Object(keys), serde_json::json!({"prefer_own": false}));
+        assert!(said.is_empty() && warnings[0].contains("true keeps them apart"), "{said:?} {warnings:?}");
+        let (_, said, warnings) = apart(serde_json::json!({"prefer_own": true}));
+        assert!(said.is_empty() && warnings.is_empty(), "{said:?} {warnings:?}");
     }
 
     #[test]
