@@ -25,7 +25,7 @@ mod weights;
 
 pub use error::ModelError;
 pub use forward::{Batch, DraftPass, LayerHooks, Model, NoHooks, PooledBatch, PooledChunk, SeqChunk, Want};
-pub use load::{LoadOptions, LoadedModel, check_header, load};
+pub use load::{Header, LoadOptions, LoadedModel, check_header, load};
 pub use logits::Logits;
 pub use pools::{
     HitPolicy, NO_PAGE, PageSource, PoolDecl, PoolKind, PoolLayout, PoolMemory, PoolSet, PoolSizes, StateSave,

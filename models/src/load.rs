@@ -84,27 +84,36 @@ pub fn load(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, Model
     if kind.is_dir() { load_folder(path, options) } else { load_gguf(path, options) }
 }
 
+/// What a checkpoint's header says of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// A token leaves latents, which every tensor-parallel rank holds whole, and no keys and values of heads.
+    pub latents: bool,
+}
+
 /// Checks what can be seen of the checkpoint at `path` without its weights: that it opens, that a family runs it, and that `ranks`
 /// tensor-parallel ranks can share its query heads. [`load`] checks this and all the rest.
 ///
 /// # Errors
 /// As [`load`].
-pub fn check_header(path: &Path, ranks: usize) -> Result<(), ModelError> {
+pub fn check_header(path: &Path, ranks: usize) -> Result<Header, ModelError> {
     let kind = std::fs::metadata(path).map_err(|source| ModelError::Io { path: path.to_path_buf(), source })?;
     if kind.is_dir() {
         let folder = HfFolder::open(path)?;
         let checkpoint = Checkpoint::Hf(&folder);
-        families::find(&checkpoint)?;
+        let latents = families::find(&checkpoint)?.latents;
         let heads = ["num_attention_heads", "text_config.num_attention_heads"];
         let heads = heads.iter().find_map(|key| folder.config().get(key)?.as_u64());
-        return check_ranks(&checkpoint, heads, ranks);
+        check_ranks(&checkpoint, heads, ranks)?;
+        return Ok(Header { latents });
     }
     let map = map_file(path)?;
     let gguf = Gguf::parse(path, &map)?;
     let checkpoint = Checkpoint::Gguf(&gguf);
-    families::find(&checkpoint)?;
+    let latents = families::find(&checkpoint)?.latents;
     let heads = gguf.get(&format!("{}.attention.head_count", checkpoint.architecture()?));
-    check_ranks(&checkpoint, heads.and_then(|heads| heads.as_u64()), ranks)
+    check_ranks(&checkpoint, heads.and_then(|heads| heads.as_u64()), ranks)?;
+    Ok(Header { latents })
 }
 
 /// Whether the ranks can have equal shares of the query heads, where the header says how many there are.

@@ -43,7 +43,7 @@ pub(super) fn check(file: PathBuf) -> Result<ExitCode, Failure> {
 
 /// Looks at the model's header, and whether so many ranks can share it.
 fn check_model(path: &Path, ranks: usize) -> Result<(), String> {
-    kvdock_models::check_header(path, ranks).map_err(|error| match error {
+    kvdock_models::check_header(path, ranks).map(drop).map_err(|error| match error {
         ModelError::Ranks { .. } => format!("engine.tp_size = {ranks}: {error}"),
         _ => format!("model.path: {error}"),
     })
@@ -65,7 +65,7 @@ fn check_backends(config: &Config) -> Vec<String> {
                 "warning: storage.{backend}.{key} is the host's: plugin {plugin} declares it too, and never sees its value"
             ));
         }
-        table.check_key_scheme(schema, config.cache.layout())?;
+        table.check_key_scheme(schema, config.cache.layout(), super::start::alike(config))?;
         validate(backend, schema, &table.for_schema(schema)).map(drop)
     };
     config.storage.selected().into_iter().filter_map(|backend| check(backend).err()).collect()

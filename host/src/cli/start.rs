@@ -144,6 +144,14 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
     Ok(Running { engine, storage, served })
 }
 
+/// Whether all ranks hold the same bytes in the pool of all tokens, as far as the model's header says it.
+pub(super) fn alike(config: &Config) -> bool {
+    let ranks = config.engine.tp_size as usize;
+    let path = config.model.path.as_ref().filter(|_| ranks > 1);
+    // What is wrong with the header is said elsewhere.
+    path.is_some_and(|path| kvdock_models::check_header(path, ranks).is_ok_and(|header| header.latents))
+}
+
 /// Refuses backends that have no names for pages of the host's layout, before anything is loaded or registered. What else is wrong with a
 /// backend its attach finds.
 fn check_layouts(config: &Config) -> Result<(), String> {
@@ -154,7 +162,7 @@ fn check_layouts(config: &Config) -> Result<(), String> {
             continue;
         }
         let Ok(plugin) = find(&table.plugin, &folders) else { continue };
-        match table.check_key_scheme(&plugin.note.config_schema, config.cache.layout()) {
+        match table.check_key_scheme(&plugin.note.config_schema, config.cache.layout(), alike(config)) {
             Err(reason) if config.storage.required => return Err(reason),
             _ => {}
         }
@@ -324,6 +332,22 @@ mod tests {
         assert!(refused(&["cache.host_tokens=8"]).starts_with("cache.host_tokens = 8: "));
         assert!(refused(&["cache.mode=linker", "cache.transit_tokens=16"]).starts_with("cache.transit_tokens = 16: "));
         assert!(refused(&["engine.tp_size=2", "engine.device=cuda"]).starts_with("engine.tp_size = 2: "));
+    }
+
+    /// Layouts that a backend has no names for were refused when the pools were registered, where all ranks hold the same bytes.
+    #[test]
+    fn the_header_says_whether_all_ranks_hold_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, latents) in [("glm_dsa", true), ("deepseek_v32", true), ("qwen3_moe", false), ("dsv4", false)] {
+            let model = folder.path().join(name);
+            kvdock_models::testing::Fixture::new(name).unwrap().write(&model).unwrap();
+            for (ranks, expected) in [(1, false), (2, latents)] {
+                let set = [format!("engine.tp_size={ranks}"), format!("model.path={:?}", model.display())];
+                let sources = crate::config::Sources { set: set.into(), ..Default::default() };
+                let config = crate::config::load(&sources).unwrap().config;
+                assert_eq!(alike(&config), expected, "{name} over {ranks}");
+            }
+        }
     }
 
     #[test]

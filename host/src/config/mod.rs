@@ -26,5 +26,5 @@ pub use settings::{
     ServerConfig, StorageConfig, TelemetryConfig,
 };
 pub use storage::{BackendTable, KeyScheme, host_keys_in};
-pub(crate) use value::nearest;
 pub use value::parse_size;
+pub(crate) use value::{nearest, show};

@@ -84,11 +84,12 @@ impl BackendTable {
 
     /// Refuses a way of naming pages that a plugin does not know, or does not know for pages of the host's `layout`. A plugin whose configuration
     /// schema says nothing of it (`x-key-schemes`) names pages by kvdock's scheme; one that does not say for which layouts (`x-host-layouts`)
-    /// names those of all.
+    /// names those of all. `alike`: all ranks hold the same bytes in the pool of all tokens; there it may know fewer layouts
+    /// (`x-host-layouts-replicated`).
     ///
     /// # Errors
     /// Names the key and what to set instead.
-    pub fn check_key_scheme(&self, schema: &Json, layout: &str) -> Result<(), String> {
+    pub fn check_key_scheme(&self, schema: &Json, layout: &str, alike: bool) -> Result<(), String> {
         if self.key_scheme == KeyScheme::Kvdock {
             return Ok(());
         }
@@ -100,19 +101,24 @@ impl BackendTable {
                 self.name, self.plugin
             ));
         }
-        let layouts = schema.get("x-host-layouts").and_then(|of| of.get(word)).and_then(Json::as_array);
-        match layouts {
-            Some(known) if !known.iter().any(|known| known == layout) => {
-                let known: Vec<String> = known.iter().map(Json::to_string).collect();
-                Err(format!(
-                    "storage.{}.key_scheme = \"{word}\": pages of cache.host_layout = \"{layout}\" have no names there; set one of {}, or \
-                     key_scheme = \"kvdock\"",
-                    self.name,
-                    known.join(", ")
-                ))
-            }
-            _ => Ok(()),
+        let known = |list: &str| schema.get(list).and_then(|of| of.get(word)).and_then(Json::as_array);
+        let lists = [known("x-host-layouts"), known("x-host-layouts-replicated").filter(|_| alike)];
+        if lists.iter().flatten().all(|list| list.iter().any(|known| known == layout)) {
+            return Ok(());
         }
+        let (first, second) = match lists {
+            [Some(first), second] => (first, second),
+            [None, Some(second)] => (second, None),
+            [None, None] => return Ok(()),
+        };
+        let right = first.iter().filter(|layout| second.is_none_or(|list| list.contains(layout)));
+        let whose = if second.is_some() { " that are the same on all ranks" } else { "" };
+        Err(format!(
+            "storage.{}.key_scheme = \"{word}\": pages{whose} of cache.host_layout = \"{layout}\" have no names there; set one of {}, or \
+             key_scheme = \"kvdock\"",
+            self.name,
+            right.map(Json::to_string).collect::<Vec<_>>().join(", ")
+        ))
     }
 
     /// The backend's own config as its plugin reads it: where `schema` (JSON Schema) wants an
@@ -355,15 +361,22 @@ mod tests {
         assert!(table.overlaid(&object(json!({"sha256": "00"}))).is_err());
         let foreign = table.overlaid(&object(json!({"key_scheme": "sglang"}))).unwrap();
         assert_eq!(foreign.key_scheme, KeyScheme::Sglang);
-        let error = foreign.check_key_scheme(&json!({}), "page_first").unwrap_err();
+        let error = foreign.check_key_scheme(&json!({}), "page_first", false).unwrap_err();
         assert!(error.contains("kvdock's own scheme"), "{error}");
         let mut schema = json!({"x-key-schemes": ["kvdock", "sglang"]});
-        foreign.check_key_scheme(&schema, "layer_first").unwrap();
-        table.check_key_scheme(&json!({}), "page_first").unwrap();
+        foreign.check_key_scheme(&schema, "layer_first", false).unwrap();
+        table.check_key_scheme(&json!({}), "page_first", false).unwrap();
         schema["x-host-layouts"] = json!({"sglang": ["page_first", "page_head"]});
-        foreign.check_key_scheme(&schema, "page_head").unwrap();
-        table.check_key_scheme(&schema, "layer_first").unwrap();
-        let error = foreign.check_key_scheme(&schema, "layer_first").unwrap_err();
+        foreign.check_key_scheme(&schema, "page_head", false).unwrap();
+        table.check_key_scheme(&schema, "layer_first", false).unwrap();
+        let error = foreign.check_key_scheme(&schema, "layer_first", false).unwrap_err();
         assert!(error.contains("cache.host_layout = \"layer_first\"") && error.contains("\"page_head\""), "{error}");
+        // Where all ranks hold the same it may know fewer.
+        schema["x-host-layouts-replicated"] = json!({"sglang": ["page_first"]});
+        foreign.check_key_scheme(&schema, "page_head", false).unwrap();
+        foreign.check_key_scheme(&schema, "page_first", true).unwrap();
+        let error = foreign.check_key_scheme(&schema, "page_head", true).unwrap_err();
+        assert!(error.contains("the same on all ranks") && error.contains("set one of \"page_first\", or"), "{error}");
+        table.check_key_scheme(&schema, "page_head", true).unwrap();
     }
 }

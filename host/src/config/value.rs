@@ -152,7 +152,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
 }
 
 /// `value` as it would stand in a config file, shortened when it is long.
-pub(crate) fn show(value: &Value) -> String {
+pub(crate) fn show(value: &impl std::fmt::Display) -> String {
     let text = value.to_string();
     match text.char_indices().nth(80) {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),

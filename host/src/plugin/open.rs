@@ -77,7 +77,9 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let schema = &library.info.note.config_schema;
     let own = request.config.for_schema(schema);
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
-    request.config.check_key_scheme(schema, &request.identity.namespace.host_layout).map_err(fail)?;
+    let anchor = request.pools.first().and_then(|pools| pools.first());
+    let alike = request.identity.replicated && anchor.is_some_and(|pool| !pool.logical);
+    request.config.check_key_scheme(schema, &request.identity.namespace.host_layout, alike).map_err(fail)?;
     if request.mode == CacheMode::Linker {
         if !library.info.note.capabilities.linker {
             return Err(fail(lacks_linker(&request.config.plugin)));

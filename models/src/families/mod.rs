@@ -27,6 +27,8 @@ pub struct Family {
     pub gguf: &'static [&'static str],
     /// Values of `architectures[0]` in Hugging Face configurations.
     pub hf: &'static [&'static str],
+    /// A token leaves latents, which all heads read, so that every tensor-parallel rank holds all of them.
+    pub latents: bool,
     /// Reads the configuration, checks it against the tensors, uploads the weights.
     pub build: fn(&Build<'_>) -> Result<Parts, ModelError>,
 }

@@ -16,6 +16,7 @@ pub const SCHEMA: &str = r#"{
   "additionalProperties": false,
   "x-key-schemes": ["kvdock", "sglang"],
   "x-host-layouts": {"sglang": ["page_first", "page_first_direct", "page_head"]},
+  "x-host-layouts-replicated": {"sglang": ["page_first", "page_first_direct"]},
   "x-check-apart": {"prefer_own_segment": true},
   "properties": {
     "master_server_address": {

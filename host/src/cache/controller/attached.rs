@@ -387,6 +387,10 @@ impl Attached {
             // What was asked to stop did not fail.
             Err(error) if error.kind == ErrorKind::Cancelled => breaker.unsettled(pass, Instant::now()),
             Err(error) if error.kind == ErrorKind::TimedOut && !fair => breaker.unsettled(pass, Instant::now()),
+            // It says that it stores nothing here, as one does whose leader stores it all: an answer, and no failure.
+            Err(error) if error.kind == ErrorKind::Unsupported && way == Way::Write => {
+                breaker.succeeded(pass, false);
+            }
             Err(error) => {
                 state.failed.fetch_add(1, Ordering::Relaxed);
                 if let Some(pause) = breaker.failed(pass, moving, Instant::now(), || error.to_string()) {

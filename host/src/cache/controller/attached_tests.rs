@@ -213,6 +213,23 @@ fn reads_go_on_while_writes_rest() {
     assert_eq!(attached.figures.breakers(), [BreakerState::Closed, BreakerState::Open]);
 }
 
+/// A follower's leader stores all pages; each offload of the follower counted as a failure, and the backend was shown as degraded.
+#[test]
+fn a_backend_that_stores_nothing_here_was_taken_for_a_broken_one() {
+    let (backend, attached) = failing(ErrorKind::Unsupported);
+    for _ in 0..5 {
+        assert!(matches!(flush(&attached, &CancelSet::default()), Err(CallFault::Failed(_))));
+    }
+    assert_eq!(backend.calls.load(Ordering::Relaxed), 5);
+    let writes = attached.report(None).writes;
+    assert_eq!((writes.breaker, writes.failures, writes.failed), (BreakerState::Closed, 0, 0));
+    // One that can't read what it has is of no use.
+    for _ in 0..3 {
+        assert!(matches!(get(&attached, 1, 1).0.result, Err(CallFault::Failed(_))));
+    }
+    assert_eq!(attached.report(None).reads.breaker, BreakerState::Open);
+}
+
 #[test]
 fn i39701_a_call_that_says_so_is_made_again_for_the_pages_that_failed_alone() {
     let mut seen: Vec<Vec<PageKey>> = Vec::new();

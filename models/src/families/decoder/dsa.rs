@@ -21,6 +21,7 @@ inventory::submit! {
         name: "deepseek_v32",
         gguf: &[],
         hf: &["DeepseekV32ForCausalLM"],
+        latents: true,
         build: |input| build(input, RopeStyle::Half),
     }
 }
@@ -29,6 +30,7 @@ inventory::submit! {
         name: "glm_moe_dsa",
         gguf: &[],
         hf: &["GlmMoeDsaForCausalLM"],
+        latents: true,
         build: |input| build(input, RopeStyle::Interleaved),
     }
 }

@@ -21,6 +21,7 @@ inventory::submit! {
         name: "gpt_oss",
         gguf: &[],
         hf: &["GptOssForCausalLM"],
+        latents: false,
         build,
     }
 }

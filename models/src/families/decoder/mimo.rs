@@ -23,6 +23,7 @@ inventory::submit! {
         name: "mimo_v2",
         gguf: &[],
         hf: &["MiMoV2FlashForCausalLM"],
+        latents: false,
         build,
     }
 }

@@ -25,6 +25,7 @@ inventory::submit! {
         name: "qwen3_next",
         gguf: &[],
         hf: &["Qwen3NextForCausalLM"],
+        latents: false,
         build,
     }
 }
@@ -38,6 +39,7 @@ inventory::submit! {
             "Qwen3_5ForConditionalGeneration",
             "Qwen3_5MoeForConditionalGeneration",
         ],
+        latents: false,
         build,
     }
 }

@@ -20,6 +20,7 @@ inventory::submit! {
         name: "qwen3_moe",
         gguf: &[],
         hf: &["Qwen3MoeForCausalLM"],
+        latents: false,
         build,
     }
 }

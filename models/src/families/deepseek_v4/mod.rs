@@ -23,6 +23,7 @@ inventory::submit! {
         name: "deepseek_v4",
         gguf: &[],
         hf: &["DeepseekV4ForCausalLM"],
+        latents: false,
         build,
     }
 }

@@ -32,6 +32,7 @@ inventory::submit! {
         name: "llama",
         gguf: &["llama"],
         hf: &["LlamaForCausalLM"],
+        latents: false,
         build: |input| build(input, &LLAMA),
     }
 }
@@ -40,6 +41,7 @@ inventory::submit! {
         name: "qwen2",
         gguf: &["qwen2"],
         hf: &["Qwen2ForCausalLM"],
+        latents: false,
         build: |input| build(input, &QWEN2),
     }
 }
@@ -48,6 +50,7 @@ inventory::submit! {
         name: "qwen3",
         gguf: &["qwen3"],
         hf: &["Qwen3ForCausalLM"],
+        latents: false,
         build: |input| build(input, &QWEN3),
     }
 }
