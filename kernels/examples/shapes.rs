@@ -1,14 +1,14 @@
 //! How fast the CPU device is on the shapes of SmolLM2-135M, beside what the machine can do.
 //!
-//! `cargo run --release -p kvdock-kernels --example shapes [THREADS] [FORMAT | model]`: all, the
-//! products of one weight format, or whole steps of the model.
+//! `cargo run --release -p kvdock-kernels --example shapes [THREADS] [FORMAT | model | attention]
+//! [INSTRUCTION SET]`: all, the products of one weight format, whole steps of the model, or attention of a layer.
 
 use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvdock_kernels::cpu::CpuDevice;
+use kvdock_kernels::cpu::{CpuDevice, Isa};
 use kvdock_kernels::{
     AttentionSpec, Buf, Device, HostPage, KvDtype, KvPool, KvSpec, MatrixShape, Plan, Projection, Rope, RopeScaling,
     RopeSpec, RopeStyle, SeqSpan, Weight, WeightData, WeightFormat,
@@ -280,6 +280,51 @@ fn model(device: &dyn Device) -> Result<()> {
     pages(&*model.pool)
 }
 
+/// Attention of a layer: parts of a prompt, single rows, and rows behind one long prompt.
+fn attention(device: &dyn Device) -> Result<()> {
+    let long = 7008;
+    let spec = KvSpec {
+        layers: 1,
+        kv_heads: KV_HEADS,
+        head_dim_k: HEAD_DIM,
+        head_dim_v: HEAD_DIM,
+        page_tokens: 16,
+        pages: long / 16 + 64,
+        dtype: KvDtype::F16,
+    };
+    let pool = device.alloc_kv_pool(spec)?;
+    let pages: Vec<u32> = (0..spec.pages as u32).collect();
+    let numbers = |n: usize| -> Vec<f32> { (0..n).map(|i| (i as f32 * 0.37).sin()).collect() };
+    let all = [SeqSpan { start: 0, len: (spec.pages * 16) as u32, pages: &pages }];
+    let rows = device.upload(&numbers(spec.pages * 16 * KV_HEADS * HEAD_DIM))?;
+    device.kv_write(&*pool, 0, &device.plan(&*pool, &all)?, &rows, &rows)?;
+    let q = device.upload(&numbers(512 * HIDDEN))?;
+    let mut out = device.alloc(512 * HIDDEN)?;
+    let how = AttentionSpec { heads: HEADS, scale: 0.125, window: None, sinks: None };
+    let tables: Vec<Vec<u32>> =
+        (0..50).map(|i| pages[..long / 16].iter().copied().chain([(long / 16 + i) as u32]).collect()).collect();
+    let behind = |count: usize| -> Vec<SeqSpan<'_>> {
+        tables[..count].iter().map(|pages| SeqSpan { start: long as u32, len: 1, pages }).collect()
+    };
+    let one = |start: u32, len: u32| vec![SeqSpan { start, len, pages: &pages }];
+    let shapes = [
+        ("512 at 0", one(0, 512)),
+        ("512 at 1024", one(1024, 512)),
+        ("1 at 512", one(512, 1)),
+        ("1 at 2048", one(2048, 1)),
+        ("1 at 7008", behind(1)),
+        ("50 behind 7008", behind(50)),
+    ];
+    for (what, seqs) in shapes {
+        let plan = device.plan(&*pool, &seqs)?;
+        let seconds = best(20, || Ok(device.attention(&*pool, 0, &plan, &q, &how, &mut out)?))?;
+        let keys: f64 = seqs.iter().map(|s| f64::from(s.len) * (f64::from(s.start) + f64::from(s.len + 1) / 2.0)).sum();
+        let rate = keys * (2 * HEADS * HEAD_DIM) as f64 / seconds;
+        println!("attention, {what:24} {:>9.1} us {:>9.1} G multiply-adds/s", seconds * 1e6, rate * 1e-9);
+    }
+    Ok(())
+}
+
 /// Copies of the pages of a 1,500 token prompt.
 fn pages(pool: &dyn KvPool) -> Result<()> {
     let spec = *pool.spec();
@@ -346,11 +391,20 @@ fn bandwidth(threads: usize) -> f64 {
 
 fn main() -> Result<()> {
     let threads = std::env::args().nth(1).map_or(Ok(2), |a| a.parse())?;
-    let device = CpuDevice::new(threads)?;
+    let device = match std::env::args().nth(3) {
+        Some(name) => {
+            let isa = Isa::available().into_iter().find(|isa| isa.name() == name);
+            CpuDevice::with_isa(threads, isa.ok_or("this machine has no such instruction set")?)?
+        }
+        None => CpuDevice::new(threads)?,
+    };
     CPU_TIME.store(threads == 1, Ordering::Relaxed);
     println!("{}, reads {:.1} GB/s", device.name(), bandwidth(threads) * 1e-9);
     let only = std::env::args().nth(2);
-    if only.as_deref() != Some("model") {
+    if only.as_deref().is_none_or(|o| o == "attention") {
+        attention(&device)?;
+    }
+    if only.as_deref().is_none_or(|o| o != "model" && o != "attention") {
         products(&device, only.as_deref())?;
     }
     if only.is_none_or(|o| o == "model") {

@@ -204,6 +204,24 @@ fn bits_do_not_depend_on_shared_pages() {
     }
 }
 
+/// Values that are not finite are seen by the rows at and behind them, and by no other row of their block.
+#[test]
+fn values_that_are_not_finite_do_not_reach_earlier_rows() {
+    for isa in Isa::available() {
+        let device = CpuDevice::with_isa(2, isa).unwrap();
+        for dtype in [KvDtype::F16, KvDtype::BF16, KvDtype::F32] {
+            let mut s = Sequence::new(spec(16, dtype), 6, 100, 7);
+            let before = bits(&s.run(&device, &[70]))[..69 * 6 * 32].to_vec();
+            s.v[69 * 64..][..64].fill(f32::INFINITY);
+            s.k[80 * 64..][..64].fill(f32::NAN);
+            let whole = s.run(&device, &[100]);
+            assert!(bits(&whole[..69 * 6 * 32]) == before, "{} {}", device.name(), dtype.name());
+            assert!(whole[69 * 6 * 32..].iter().all(|x| !x.is_finite()), "{} {}", device.name(), dtype.name());
+            assert!(bits(&s.run(&device, &[33]))[..80 * 6 * 32] == bits(&whole)[..80 * 6 * 32], "{}", device.name());
+        }
+    }
+}
+
 /// Scores far from zero neither overflow nor lose the small ones' exact zero.
 #[test]
 fn large_scores_are_safe() {

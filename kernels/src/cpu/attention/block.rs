@@ -37,19 +37,27 @@ pub(super) fn attend_split<S: Lanes, E: KvElement>(
             fetch_values::<E>(call, dims, unit, start, count);
             score_in_place::<S, E>(s, call, dims, unit, start, count, b);
             fetch_keys::<E>(call, dims, unit, start + BLOCK, next);
-            attend_block::<S, E>(s, call, dims, unit, start, true, b, state);
+            attend_block::<S, E>(s, call, dims, unit, 0..unit.rows.len(), start, true, b, state);
         } else {
             load_keys::<S, E>(s, call, unit, start, count, b.keys);
             load_values::<S, E>(s, call, dims, unit, start, count, b.values);
-            kernels::scores(s, b.keys, b.q, dims.dk, queries, b.weights);
-            attend_block::<S, E>(s, call, dims, unit, start, false, b, state);
+            // A few rows after another, so that their scores and sums stay in the nearest cache beside the block.
+            let some = (2 * kernels::GROUP / dims.group).max(1);
+            let mut row = 0;
+            while row < unit.rows.len() {
+                let rows = row..unit.rows.len().min(row + some);
+                let q = &b.q[row * dims.group * dims.dk..];
+                kernels::scores(s, b.keys, q, dims.dk, rows.len() * dims.group, b.weights);
+                attend_block::<S, E>(s, call, dims, unit, rows, start, false, b, state);
+                row += some;
+            }
         }
         start += BLOCK;
     }
 }
 
-/// Softmax and weighted values of one block whose scores are in `b.weights`. The values are in
-/// the pool (`direct`) or in `b.values`.
+/// Softmax and weighted values of one block for some rows of the unit, whose scores are in
+/// `b.weights`. The values are in the pool (`direct`) or in `b.values`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn attend_block<S: Lanes, E: KvElement>(
@@ -57,6 +65,7 @@ fn attend_block<S: Lanes, E: KvElement>(
     call: &Attention<'_>,
     dims: Dims,
     unit: &Unit,
+    rows: Range<usize>,
     start: usize,
     direct: bool,
     b: &mut Buffers<'_>,
@@ -68,15 +77,16 @@ fn attend_block<S: Lanes, E: KvElement>(
         let first = seen.start.saturating_sub(start).min(BLOCK);
         first..seen.end.saturating_sub(start).min(BLOCK)
     };
-    for r in 0..unit.rows.len() {
+    let first_query = rows.start * dims.group;
+    for r in rows.clone() {
         let seen = seen(r);
         if seen.is_empty() {
             continue;
         }
         for query in r * dims.group..(r + 1) * dims.group {
-            b.factors[query] = kernels::softmax(
+            b.factors[query - first_query] = kernels::softmax(
                 s,
-                &mut b.weights[query * BLOCK..][..BLOCK],
+                &mut b.weights[(query - first_query) * BLOCK..][..BLOCK],
                 seen.clone(),
                 &mut state.max[query],
                 &mut state.denominator[query],
@@ -84,11 +94,11 @@ fn attend_block<S: Lanes, E: KvElement>(
         }
     }
     // Neighbouring rows that see the same part of the block share its values.
-    let mut row = 0;
-    while row < unit.rows.len() {
+    let mut row = rows.start;
+    while row < rows.end {
         let part = seen(row);
         let mut end = row + 1;
-        while end < unit.rows.len() && seen(end) == part {
+        while end < rows.end && seen(end) == part {
             end += 1;
         }
         if !part.is_empty() {
@@ -96,8 +106,8 @@ fn attend_block<S: Lanes, E: KvElement>(
             let count = (end - row) * dims.group;
             let sums = kernels::Sums {
                 dv: dims.dv_padded,
-                weights: &b.weights[first * BLOCK..][..count * BLOCK],
-                factors: &b.factors[first..][..count],
+                weights: &b.weights[(first - first_query) * BLOCK..][..count * BLOCK],
+                factors: &b.factors[first - first_query..][..count],
                 sums: &mut state.values[first * dims.dv_padded..][..count * dims.dv_padded],
             };
             if direct {

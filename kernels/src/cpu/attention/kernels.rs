@@ -180,25 +180,42 @@ pub(super) fn softmax<S: Lanes>(
     denominator: &mut f32,
 ) -> f32 {
     assert!(scores.len() >= BLOCK);
+    // Most blocks are seen whole.
+    if seen.start == 0 && seen.end == BLOCK {
+        return softmax_part::<S, true>(s, scores, seen, max, denominator);
+    }
+    softmax_part::<S, false>(s, scores, seen, max, denominator)
+}
+
+/// [`softmax`] of a block that is seen whole, or in part. `scores` is a whole block.
+#[inline(always)]
+fn softmax_part<S: Lanes, const WHOLE: bool>(
+    s: S,
+    scores: &mut [f32],
+    seen: Range<usize>,
+    max: &mut f32,
+    denominator: &mut f32,
+) -> f32 {
     let lowest = s.splat(f32::NEG_INFINITY);
     let zero = s.splat(0.0);
     let mut v = [lowest; VECTORS];
     for (i, v) in v.iter_mut().enumerate() {
         // SAFETY: the scores are a whole block.
         let x = unsafe { s.load(scores.as_ptr().add(i * LANES)) };
-        *v = only(s, seen.clone(), i, x, lowest);
+        *v = if WHOLE { x } else { only(s, seen.clone(), i, x, lowest) };
     }
     let pairs = [s.max(v[0], v[1]), s.max(v[2], v[3])];
     let greatest = s.greatest(s.max(pairs[0], pairs[1]));
     let new = if greatest > *max { greatest } else { *max };
-    let factor = s.to_array(exp(s, s.splat(*max - new)))[0];
     for (i, v) in v.iter_mut().enumerate() {
         let p = exp(s, s.sub(*v, s.splat(new)));
-        *v = only(s, seen.clone(), i, p, zero);
+        *v = if WHOLE { p } else { only(s, seen.clone(), i, p, zero) };
         // SAFETY: as above.
         unsafe { s.store(scores.as_mut_ptr().add(i * LANES), *v) };
     }
     let sum = s.sum(s.add(s.add(v[0], v[1]), s.add(v[2], v[3])));
+    // The exponential of zero, without computing it.
+    let factor = if new - *max == 0.0 { 1.0 } else { s.to_array(exp(s, s.splat(*max - new)))[0] };
     *max = new;
     *denominator = *denominator * factor + sum;
     factor

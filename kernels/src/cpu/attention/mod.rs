@@ -48,8 +48,8 @@ const BLOCK: usize = 64;
 /// Positions of a split.
 pub(super) const SPLIT: usize = 256;
 
-/// Query rows (times heads of a group) that share a block's keys and values in prefill.
-const TASK_QUERIES: usize = 48;
+/// Query rows (times heads of a group) that share a block's keys and values in prefill: so many that widening these costs little.
+const TASK_QUERIES: usize = 192;
 
 /// A call of attention, checked.
 pub(super) struct Attention<'a> {

@@ -9,6 +9,9 @@
 use super::{Attention, Dims, Part, SPLIT, TASK_QUERIES, Unit};
 use crate::cpu::simd::LANES;
 
+/// Queries of a task, if there are so many.
+const LEAST_QUERIES: usize = 48;
+
 /// All splits of a unit, or one, whose state goes to a slot.
 pub(super) struct Task {
     pub(super) unit: usize,
@@ -64,10 +67,10 @@ impl Work {
         let heads = call.plan.spec.kv_heads;
         shared.resize_with(spans * heads, Vec::new);
         if call.window.is_none() {
-            work.share(call, dims, &mut shared);
+            work.share(call, dims, threads, &mut shared);
         }
         let first = work.units.len();
-        work.rows(call, dims);
+        work.rows(call, dims, threads);
         let few = threads > 1 && work.units.len() - first < 4 * threads;
         for unit in first..work.units.len() {
             let Unit { span, head, splits, .. } = &work.units[unit];
@@ -82,8 +85,8 @@ impl Work {
     }
 
     /// Units of rows of one sequence.
-    fn rows(&mut self, call: &Attention<'_>, dims: Dims) {
-        let rows_each = (TASK_QUERIES / dims.group).max(1);
+    fn rows(&mut self, call: &Attention<'_>, dims: Dims, threads: usize) {
+        let rows_each = rows_each(call.plan.positions.len() * call.plan.spec.kv_heads, dims, threads);
         for (index, span) in call.plan.spans.iter().enumerate() {
             // Latest rows first: they have most to do.
             let mut end = span.rows.end;
@@ -118,9 +121,10 @@ impl Work {
     }
 
     /// Units and tasks for the splits that sequences share.
-    fn share(&mut self, call: &Attention<'_>, dims: Dims, pieces: &mut [Vec<Piece>]) {
+    fn share(&mut self, call: &Attention<'_>, dims: Dims, threads: usize, pieces: &mut [Vec<Piece>]) {
         let heads = call.plan.spec.kv_heads;
-        let most = (TASK_QUERIES / dims.group).max(1);
+        let rows: usize = call.shared.iter().map(|shared| shared.spans.len()).sum();
+        let most = rows_each(rows * heads, dims, threads);
         for shared in call.shared {
             let spans = &shared.spans;
             let each = spans.len().div_ceil(spans.len().div_ceil(most));
@@ -140,4 +144,11 @@ impl Work {
             }
         }
     }
+}
+
+/// Rows of a task where there are `rows` in all, counted once for each KV head and split they share: fewer than might be where that would leave
+/// threads without work, but not so few that a block is read for hardly anything.
+fn rows_each(rows: usize, dims: Dims, threads: usize) -> usize {
+    let fair = rows.div_ceil(4 * threads).max(LEAST_QUERIES / dims.group);
+    (TASK_QUERIES / dims.group).min(fair).max(1)
 }
