@@ -110,9 +110,13 @@ impl Scheduler {
             if other.known() >= other.prompt_len || other.group.namespace != sequence.group.namespace {
                 return false;
             }
+            let whole = |tokens: usize| tokens / self.page_size * self.page_size;
+            if whole(other.prompt_len.min(limit)) < whole(other.known()) + WORTH_WAITING {
+                // Whatever it shares; long prompts take a while to compare.
+                return false;
+            }
             let prompt = other.tokens.iter().take(other.prompt_len);
             let shared = prompt.zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
-            let whole = |tokens: usize| tokens / self.page_size * self.page_size;
             if self.parts.pool.is_recurrent() && whole(shared) < whole(other.prompt_len.saturating_sub(1)) {
                 // It leaves no state where this sample branches off.
                 return false;
