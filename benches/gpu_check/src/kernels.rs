@@ -85,6 +85,7 @@ pub fn checks(small: bool) -> Vec<Check> {
             checks.push(attention(dtype, (dk as usize, dv as usize), heads, window, sinks, small));
         }
     }
+    checks.extend(super::latent::checks(small));
     for dtype in [KvDtype::F16, KvDtype::F32] {
         checks.push(pages(dtype));
     }

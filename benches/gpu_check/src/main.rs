@@ -6,6 +6,7 @@
 
 mod cublas;
 mod kernels;
+mod latent;
 mod served;
 mod table;
 mod timings;
@@ -64,8 +65,16 @@ fn main() -> ExitCode {
 
 /// The units that the checks use.
 fn units() -> Vec<Unit> {
-    let mut units =
-        vec![Unit::Norm, Unit::Elementwise, Unit::Rope, Unit::KvWrite, Unit::Gguf, Unit::PageCopy, Unit::Seal];
+    let mut units = vec![
+        Unit::Norm,
+        Unit::Elementwise,
+        Unit::Rope,
+        Unit::KvWrite,
+        Unit::Heads,
+        Unit::Gguf,
+        Unit::PageCopy,
+        Unit::Seal,
+    ];
     for format in kernels::FORMATS {
         units.extend([1, 2].map(|parts| Unit::Matmul { format, parts }));
     }
@@ -98,6 +107,7 @@ fn units() -> Vec<Unit> {
         RowFormat::Packed { .. } => Unit::LatentTiles { format, width, value, heads: 16, parts: 2 },
         _ => Unit::Latent { format, width, value },
     }));
+    units.extend(latent::UNITS);
     let mut seen = std::collections::HashSet::new();
     units.retain(|unit| seen.insert(*unit));
     units

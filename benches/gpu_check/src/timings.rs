@@ -20,7 +20,11 @@ const DIM: usize = 128;
 const PAGE: usize = 64;
 
 /// Seconds of one of `times` runs, after one that is not counted.
-fn time(device: &dyn Device, times: u32, mut run: impl FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError> {
+pub fn time(
+    device: &dyn Device,
+    times: u32,
+    mut run: impl FnMut() -> Result<(), KernelError>,
+) -> Result<f64, KernelError> {
     run()?;
     device.synchronize()?;
     let began = Instant::now();
@@ -46,6 +50,7 @@ pub fn measure(device: &dyn Device, ordinal: usize, table: &mut Table) -> Result
             decode(device, context, limits.copy.1, table)?;
         }
         prefill(device, 8192, matrix, table)?;
+        super::latent::measure(device, limits.copy.1, matrix, table)?;
         pages(device, &limits, table)
     };
     rows().map_err(|error| error.to_string())
@@ -94,11 +99,11 @@ fn limits(ordinal: usize) -> Result<Limits, String> {
     run().map_err(|error| error.to_string())
 }
 
-fn rate(bytes_a_second: f64) -> String {
+pub fn rate(bytes_a_second: f64) -> String {
     format!("{:.0} GB/s", bytes_a_second / 1e9)
 }
 
-fn flops(flops_a_second: f64) -> String {
+pub fn flops(flops_a_second: f64) -> String {
     format!("{:.1} TFLOP/s", flops_a_second / 1e12)
 }
 

@@ -5,7 +5,7 @@ use crate::attention::{
 };
 use crate::compile::Program;
 use crate::emulator::Checked;
-use crate::{delta, elementwise, latent, norm, pages, sampling};
+use crate::{delta, elementwise, heads, latent, norm, pages, sampling};
 use kvdock_kernels::KvDtype;
 
 /// Runs `check` on `file` with `from` replaced by `to`, and demands that it fails.
@@ -113,6 +113,12 @@ fn a_norm_that_drops_the_tail_is_found() {
 #[test]
 fn a_token_in_the_page_before_is_found() {
     found("kv.cu", &[], "u64 page = slot / page_tokens", "u64 page = (slot - 1) / page_tokens", elementwise::kv_writes);
+}
+
+/// What is not rotated behind the rotated part of a head is left where it was read.
+#[test]
+fn a_head_without_its_tail_is_found() {
+    found("heads.cu", &[], "const u32 at = i < offset ? i : i + dim;", "const u32 at = i;", heads::enters);
 }
 
 #[test]
