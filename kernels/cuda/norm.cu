@@ -2,11 +2,9 @@
 //
 // Memory-bound: a row is read once (twice through the cache) and written once. Statistics are f32. Thread t sums elements t, t + 256, ... in
 // order, and the sums are added in a fixed tree, so a row's bits do not depend on its neighbours.
-#include "common.cuh"
+#include "heads.cuh"
 
 #define NORM_THREADS 256
-
-__device__ __forceinline__ f32 weight_at(const f32* weight, u32 i, f32 offset) { return weight ? weight[i] + offset : 1.0f; }
 
 // The norm of a row by a whole block; `x` is read again by the thread that has read it before.
 __device__ __forceinline__ void norm_row(const f32* x, const f32* weight, f32* out, u32 width, f32 eps, f32 offset, f32* scratch) {
@@ -31,12 +29,6 @@ add_rms_norm(f32* x, const f32* delta, const f32* weight, f32* out, u32 width, f
 }
 
 // One warp a head.
-__device__ __forceinline__ f32 head_factor(const f32* x, u32 width, f32 eps) {
-    f32 squares = 0.0f;
-    for (u32 i = threadIdx.x % 32; i < width; i += 32) squares = fmaf(x[i], x[i], squares);
-    return 1.0f / sqrtf(warp_sum(squares) / f32(width) + eps);
-}
-
 KERNEL __launch_bounds__(128) head_rms_norm(f32* x, const f32* weight, u32 heads, u32 width, f32 eps, f32 offset) {
     u32 head = blockIdx.x * 4 + threadIdx.x / 32;
     if (head >= heads) return;

@@ -284,6 +284,27 @@ pub struct AttentionSpec<'a> {
     pub sinks: Option<&'a Buf>,
 }
 
+/// The heads of new rows, before they are attended to ([`Device::heads_enter`]).
+#[derive(Debug)]
+pub struct NewHeads<'a> {
+    /// Queries, `[rows, heads * head_dim_k]`; they are left normed and rotated.
+    pub q: &'a mut Buf,
+    /// Keys, `[rows, kv_heads * head_dim_k]`; what they are afterwards is not said.
+    pub k: &'a mut Buf,
+    /// Values, `[rows, kv_heads * head_dim_v]`.
+    pub v: &'a Buf,
+    /// Query heads.
+    pub heads: usize,
+    /// Weights of the norm of each query head, `[head_dim_k]`.
+    pub q_norm: Option<&'a Buf>,
+    /// The same of key heads.
+    pub k_norm: Option<&'a Buf>,
+    /// What is added to the mean square.
+    pub eps: f32,
+    /// The rotary embedding.
+    pub rope: &'a Rope,
+}
+
 /// A compute device: memory, and the operations that a transformer is made of.
 ///
 /// `rows` is always the number of rows (tokens) to work on. Widths follow from the weights or
@@ -441,6 +462,23 @@ pub trait Device: ElementOps + ExpertOps + RowOps + StateOps + Send + Sync {
     /// Rounds the plan's new keys `[rows, kv_heads * head_dim_k]` and values
     /// `[rows, kv_heads * head_dim_v]` to the pool's dtype and writes them to their pages.
     fn kv_write(&self, pool: &dyn KvPool, layer: usize, plan: &Plan, k: &Buf, v: &Buf) -> Result<(), KernelError>;
+
+    /// Norms (where there are weights) and rotates queries and keys of the plan's rows, and writes keys and values to their pages. The same bits as
+    /// [`Device::head_rms_norm`] and [`Device::rope`] of both and [`Device::kv_write`], which it does unless a device has something better. `k` is used up.
+    fn heads_enter(&self, pool: &dyn KvPool, layer: usize, plan: &Plan, new: NewHeads<'_>) -> Result<(), KernelError> {
+        let KvSpec { kv_heads, head_dim_k, .. } = *pool.spec();
+        let NewHeads { q, k, v, heads, q_norm, k_norm, eps, rope } = new;
+        let rows = plan.rows();
+        if let Some(norm) = q_norm {
+            self.head_rms_norm(q, norm, eps, rows, heads)?;
+        }
+        if let Some(norm) = k_norm {
+            self.head_rms_norm(k, norm, eps, rows, kv_heads)?;
+        }
+        self.rope(rope, plan, q, heads, head_dim_k)?;
+        self.rope(rope, plan, k, kv_heads, head_dim_k)?;
+        self.kv_write(pool, layer, plan, k, v)
+    }
 
     /// Causal attention of the plan's rows `q` `[rows, heads * head_dim_k]` over their
     /// sequences' pages of one layer; each row sees the positions up to its own. `out` is

@@ -29,8 +29,8 @@ pub mod rowmath;
 pub use collective::{Collective, InProcess, RankGroup};
 pub use cpu::plan::{StepPlan, StepSpan};
 pub use device::{
-    AttentionSpec, Buf, Device, MatrixShape, NarrowData, NarrowFormat, NarrowScales, Plan, Projection, Rope, SampleRow,
-    Sampled, SeqSpan, Weight, WeightData,
+    AttentionSpec, Buf, Device, MatrixShape, NarrowData, NarrowFormat, NarrowScales, NewHeads, Plan, Projection, Rope,
+    SampleRow, Sampled, SeqSpan, Weight, WeightData,
 };
 pub use error::KernelError;
 pub use format::{WeightFormat, dequantize};

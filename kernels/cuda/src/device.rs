@@ -140,7 +140,8 @@ pub(super) struct CudaRope {
 }
 
 /// Every kernel that a dense model needs whatever its shape is.
-const ALWAYS: [Unit; 6] = [Unit::Norm, Unit::Elementwise, Unit::Rope, Unit::KvWrite, Unit::Gguf, Unit::PageCopy];
+const ALWAYS: [Unit; 7] =
+    [Unit::Norm, Unit::Elementwise, Unit::Rope, Unit::KvWrite, Unit::Heads, Unit::Gguf, Unit::PageCopy];
 
 impl CudaDevice {
     /// The GPU of `driver`, with machine code from `source`. The kernels that every model needs are loaded at once, so that a source

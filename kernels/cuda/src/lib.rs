@@ -13,6 +13,7 @@ mod device;
 pub mod driver;
 mod find;
 mod graphs;
+mod heads;
 mod memory;
 mod module;
 mod nvrtc;

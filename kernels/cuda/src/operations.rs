@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvdock_kernels::{
-    AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, NarrowData, Plan, Projection, Rope, RopeSpec, RopeStyle,
-    SampleRow, Sampled, SeqSpan, Weight, WeightData,
+    AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, NarrowData, NewHeads, Plan, Projection, Rope, RopeSpec,
+    RopeStyle, SampleRow, Sampled, SeqSpan, Weight, WeightData,
 };
 
 use super::device::{CudaBuf, CudaDevice, CudaRope, CudaWeight, next_id, product, shape, size};
-use super::driver::{Access, Arg, DevicePtr, Touch};
+use super::driver::{Arg, DevicePtr, Touch};
 use super::memory::{DeviceMemory, PIECE, PinnedMemory, failed};
 use super::module::Extent;
 use super::plan::CudaPlan;
@@ -51,6 +51,32 @@ impl CudaDevice {
         // SAFETY: the copy has run.
         then(unsafe { memory.read(bytes) });
         Ok(())
+    }
+}
+
+impl CudaDevice {
+    /// The tables of a rotary embedding, found to serve the heads and positions of a step.
+    pub(super) fn rope_table<'a>(
+        &self,
+        op: &'static str,
+        rope: &'a Rope,
+        plan: &CudaPlan,
+        head_dim: usize,
+    ) -> Result<&'a CudaRope, KernelError> {
+        let table: &CudaRope = rope
+            .downcast_ref()
+            .filter(|table: &&CudaRope| table.device == self.id)
+            .ok_or_else(|| self.foreign(op, "rope"))?;
+        if table.offset.saturating_add(rope.dim()) > head_dim {
+            let expected = format!("at least {} + {}", table.offset, rope.dim());
+            return Err(shape(op, "head_dim", expected, head_dim.to_string()));
+        }
+        if plan.rows() > 0 && plan.last_position() >= rope.max_positions() {
+            let expected = format!("below {}", rope.max_positions());
+            return Err(shape(op, "position", expected, plan.last_position().to_string()));
+        }
+        self.position_limit.fetch_min(rope.max_positions(), Ordering::Relaxed);
+        Ok(table)
     }
 }
 
@@ -347,21 +373,9 @@ impl Device for CudaDevice {
 
     fn rope(&self, rope: &Rope, plan: &Plan, x: &mut Buf, heads: usize, head_dim: usize) -> Result<(), KernelError> {
         let op = "rope";
-        let table: &CudaRope = rope
-            .downcast_ref()
-            .filter(|table: &&CudaRope| table.device == self.id)
-            .ok_or_else(|| self.foreign(op, "rope"))?;
         let plan = self.plan_of(op, plan)?;
-        if table.offset.saturating_add(rope.dim()) > head_dim {
-            let expected = format!("at least {} + {}", table.offset, rope.dim());
-            return Err(shape(op, "head_dim", expected, head_dim.to_string()));
-        }
+        let table = self.rope_table(op, rope, plan, head_dim)?;
         let rows = plan.rows();
-        if rows > 0 && plan.last_position() >= rope.max_positions() {
-            let expected = format!("below {}", rope.max_positions());
-            return Err(shape(op, "position", expected, plan.last_position().to_string()));
-        }
-        self.position_limit.fetch_min(rope.max_positions(), Ordering::Relaxed);
         let need = product(op, &[rows, heads, head_dim])?;
         let args = [
             write(self.floats(op, "x", x, need)?, need),
@@ -410,17 +424,15 @@ impl Device for CudaDevice {
             size(op, "head_dim_v", dv)?,
             size(op, "page_tokens", page_tokens)?,
         ];
-        let touches = |tell: &mut dyn FnMut(Touch)| {
-            for span in &plan.checked.spans {
-                for page in &span.pages[span.start / page_tokens..] {
-                    pool.page(layer, *page, Access::Write).into_iter().for_each(&mut *tell);
-                }
-            }
-        };
+        let touches = |tell: &mut dyn FnMut(Touch)| plan.written(tell, pool, layer);
         let name = format!("kv_write_{}", dtype.name());
         let (extent, queue) = (Extent::line(rows, 128), self.order.enter());
         // SAFETY: the plan's slots lie within this very pool, and no other row of the step has them.
         unsafe { self.kernels.launch_touching(Unit::KvWrite, &name, extent, &args, &touches, &queue) }
+    }
+
+    fn heads_enter(&self, pool: &dyn KvPool, layer: usize, plan: &Plan, new: NewHeads<'_>) -> Result<(), KernelError> {
+        self.enter_heads(pool, layer, plan, new)
     }
 
     fn attention(

@@ -2,8 +2,9 @@
 
 use parking_lot::Mutex;
 
-use super::driver::{Arg, DevicePtr};
+use super::driver::{Access, Arg, DevicePtr, Touch};
 use super::memory::{Block, Blocks, Queue, Uploads};
+use super::pool::CudaKvPool;
 use kvdock_kernels::KernelError;
 use kvdock_kernels::KvSpec;
 use kvdock_kernels::SeqSpan;
@@ -128,6 +129,15 @@ impl CudaPlan {
     pub(super) fn tables(&self) -> Arg {
         let first = 3 * self.rows() + 4 * self.sequences();
         self.part(first, self.bytes / 4 - first)
+    }
+
+    /// Tells the pages of a layer that new keys and values go to.
+    pub(super) fn written(&self, tell: &mut dyn FnMut(Touch), pool: &CudaKvPool, layer: usize) {
+        for span in &self.checked.spans {
+            for page in &span.pages[span.start / self.checked.spec.page_tokens..] {
+                pool.page(layer, *page, Access::Write).into_iter().for_each(&mut *tell);
+            }
+        }
     }
 
     /// The tiles of a kind. They are made when they are first asked for.

@@ -21,6 +21,8 @@ pub enum Unit {
     Rope,
     /// New keys and values.
     KvWrite,
+    /// Heads of new rows: norms, rotation, and the store of keys and values.
+    Heads,
     /// Paged attention, split along the keys.
     Decode {
         /// Element type of the pool.
@@ -130,6 +132,7 @@ impl Unit {
             Self::Elementwise => "elementwise.cu",
             Self::Rope => "rope.cu",
             Self::KvWrite => "kv.cu",
+            Self::Heads => "heads.cu",
             Self::Decode { .. } => "decode.cu",
             Self::DecodeTiles { .. } => "decode_tiles.cu",
             Self::Prefill { .. } => "prefill.cu",
@@ -305,6 +308,7 @@ mod tests {
             Unit::Elementwise,
             Unit::Rope,
             Unit::KvWrite,
+            Unit::Heads,
             decode(1),
             decode(2),
             Unit::Prefill { dtype: KvDtype::BF16, dim_k: 64, dim_v: 64 },

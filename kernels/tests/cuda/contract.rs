@@ -7,11 +7,12 @@ use crate::compile::Program;
 use crate::emulator::Gpu;
 
 /// Files, each with macros that it compiles with.
-const FILES: [(&str, &[&str]); 23] = [
+const FILES: [(&str, &[&str]); 24] = [
     ("norm.cu", &[]),
     ("elementwise.cu", &[]),
     ("rope.cu", &[]),
     ("kv.cu", &[]),
+    ("heads.cu", &[]),
     ("decode.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=32", "-DGROUP=3"]),
     ("decode_tiles.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=32", "-DGROUP=3"]),
     ("prefill.cu", &["-DKV_TYPE=1", "-DDIM_K=32", "-DDIM_V=48"]),

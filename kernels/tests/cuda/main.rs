@@ -13,6 +13,7 @@ mod emulator;
 mod experts;
 mod faults;
 mod gguf;
+mod heads;
 mod latent;
 mod norm;
 mod pages;

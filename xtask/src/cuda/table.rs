@@ -43,6 +43,7 @@ const FLOORS: &[Floor] = &[
     floor("gather_rows", 256, "8 T D", "0", "memory"),
     floor("rope_table", 256, "8 positions d/2", "2 sincos a pair", "arithmetic (f64), once"),
     floor("rope", 128, "8 T H d + 4 T d", "3 T H d", "memory"),
+    floor("heads_enter", 128, "8 T H dk + (4 + e) T Hkv (dk + dv)", "7 T (H + Hkv) dk", "memory; latency for few rows"),
     floor("kv_write", 128, "(4 + e) T Hkv (dk + dv)", "T Hkv (dk + dv)", "memory"),
     floor("paged_decode", 128, "e L Hkv (dk + dv) a row", "2 L H (dk + dv) a row", "memory up to GROUP 8"),
     floor("paged_decode_tiles", 128, "e L Hkv (dk + dv) a row", "2 L Hkv 16 (dk + dv) a row", "memory"),

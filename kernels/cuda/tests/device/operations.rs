@@ -3,8 +3,8 @@
 use kvdock_cuda::Arithmetic;
 use kvdock_kernels::cpu::CpuDevice;
 use kvdock_kernels::{
-    AttentionSpec, Buf, Device, KvDtype, KvSpec, MatrixShape, Projection, RopeScaling, RopeSpec, RopeStyle, SeqSpan,
-    Weight, WeightData, WeightFormat,
+    AttentionSpec, Buf, Device, KvDtype, KvSpec, MatrixShape, NewHeads, Projection, RopeScaling, RopeSpec, RopeStyle,
+    SeqSpan, Weight, WeightData, WeightFormat,
 };
 
 use super::rig::{Rig, assert_near, floats};
@@ -189,9 +189,17 @@ fn heads_are_rotated_and_attend() {
                         let mut q = device.upload(&floats(100 + seed, rows * heads * dk)).unwrap();
                         let mut k = device.upload(&floats(200 + seed, rows * 2 * dk)).unwrap();
                         let v = device.upload(&floats(300 + seed, rows * 2 * dv)).unwrap();
-                        device.rope(&rope, &plan, &mut q, heads, dk).unwrap();
-                        device.rope(&rope, &plan, &mut k, 2, dk).unwrap();
-                        device.kv_write(&*pool, layer, &plan, &k, &v).unwrap();
+                        if layer == 0 {
+                            device.rope(&rope, &plan, &mut q, heads, dk).unwrap();
+                            device.rope(&rope, &plan, &mut k, 2, dk).unwrap();
+                            device.kv_write(&*pool, layer, &plan, &k, &v).unwrap();
+                        } else {
+                            let norm = device.upload(&floats(400, dk)).unwrap();
+                            let (q_norm, k_norm) = (Some(&norm), None);
+                            let (q, k, v, rope) = (&mut q, &mut k, &v, &rope);
+                            let new = NewHeads { q, k, v, heads, q_norm, k_norm, eps: 1e-5, rope };
+                            device.heads_enter(&*pool, layer, &plan, new).unwrap();
+                        }
                         let mut out = device.alloc(rows * heads * dv).unwrap();
                         let sinks = with_sinks.then_some(&sinks);
                         let spec = AttentionSpec { heads, scale: 0.3, window, sinks };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvdock_kernels::ops::Columns;
-use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, Projection, Rope};
+use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, NewHeads, Projection, Rope};
 
 use super::run::{Pass, Place};
 use crate::ModelError;
@@ -62,26 +62,32 @@ impl Heads {
             q = part(0)?;
             gates = Some(part(dk)?);
         }
-        if let Some(norm) = &self.q_norm {
-            device.head_rms_norm(&mut q, norm, self.eps, rows, heads)?;
-        }
-        if let Some(norm) = &self.k_norm {
-            device.head_rms_norm(&mut k, norm, self.eps, rows, self.kv_heads)?;
-        }
-        device.rope(&self.rope, plan, &mut q, heads, dk)?;
-        device.rope(&self.rope, plan, &mut k, self.kv_heads, dk)?;
-        if let Some(scale) = self.value_scale {
-            device.scale(&mut v, scale, rows * self.kv_heads * dv)?;
-        }
         // A pool that is made for layers with more KV heads holds each of these several times: query heads then find
         // the same keys and values as in a pool of their own.
         let copies = pool.spec().kv_heads / self.kv_heads;
-        if copies > 1 {
-            k = repeated(device, &k, dk, copies, rows * self.kv_heads)?;
-            v = repeated(device, &v, dv, copies, rows * self.kv_heads)?;
+        if copies == 1 && self.value_scale.is_none() && pass.computes_all_rows() {
+            let (q_norm, k_norm) = (self.q_norm.as_ref(), self.k_norm.as_ref());
+            let new = NewHeads { q: &mut q, k: &mut k, v: &v, heads, q_norm, k_norm, eps: self.eps, rope: &self.rope };
+            device.heads_enter(pool, buffer, plan, new)?;
+        } else {
+            if let Some(norm) = &self.q_norm {
+                device.head_rms_norm(&mut q, norm, self.eps, rows, heads)?;
+            }
+            if let Some(norm) = &self.k_norm {
+                device.head_rms_norm(&mut k, norm, self.eps, rows, self.kv_heads)?;
+            }
+            device.rope(&self.rope, plan, &mut q, heads, dk)?;
+            device.rope(&self.rope, plan, &mut k, self.kv_heads, dk)?;
+            if let Some(scale) = self.value_scale {
+                device.scale(&mut v, scale, rows * self.kv_heads * dv)?;
+            }
+            if copies > 1 {
+                k = repeated(device, &k, dk, copies, rows * self.kv_heads)?;
+                v = repeated(device, &v, dv, copies, rows * self.kv_heads)?;
+            }
+            let width = pool.spec().kv_heads;
+            pass.write_heads(self.place, (k, width * dk), (v, width * dv))?;
         }
-        let width = pool.spec().kv_heads;
-        pass.write_heads(self.place, (k, width * dk), (v, width * dv))?;
         let spec = AttentionSpec {
             heads,
             scale: (dk as f64).sqrt().recip() as f32,

@@ -136,6 +136,11 @@ impl<'a> Pass<'a> {
         }
     }
 
+    /// Whether no other rank computes some of the step's rows.
+    pub(super) fn computes_all_rows(&self) -> bool {
+        self.all_plans.is_none()
+    }
+
     /// Writes keys and values, of which `k` and `v` have the rank's own rows, each of so many elements.
     pub(super) fn write_heads(
         &self,

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, Plan, Projection, SeqSpan};
+use kvdock_kernels::{AttentionSpec, Buf, Device, KernelError, KvPool, KvSpec, NewHeads, Plan, Projection, SeqSpan};
 
 use super::config::Config;
 use super::weights::{Layer, Weights};
@@ -197,13 +197,18 @@ impl DenseModel {
                 projection(&layer.v, &mut work.v),
             ],
         )?;
+        let rope = &self.weights.rope;
+        if of.all.is_none() {
+            let (q_norm, k_norm) = (layer.q_norm.as_ref(), layer.k_norm.as_ref());
+            let new = NewHeads { q: &mut work.q, k: &mut work.k, v: &work.v, heads, q_norm, k_norm, eps, rope };
+            return device.heads_enter(pool, index, plan, new);
+        }
         if let Some(norm) = &layer.q_norm {
             device.head_rms_norm(&mut work.q, norm, eps, rows, heads)?;
         }
         if let Some(norm) = &layer.k_norm {
             device.head_rms_norm(&mut work.k, norm, eps, rows, kv_heads)?;
         }
-        let rope = &self.weights.rope;
         device.rope(rope, plan, &mut work.q, heads, head_dim)?;
         device.rope(rope, plan, &mut work.k, kv_heads, head_dim)?;
         let width = kv_heads * head_dim;
