@@ -11,6 +11,8 @@ use serde_json::{Map, Value};
 use super::error::ApiError;
 use crate::config::nearest;
 
+/// Most bytes of the name that a client gives a request, a session or a tenant. It is kept with what it names, and told in answers and the log.
+const LONGEST_NAME: usize = 4096;
 /// Most names of unknown fields that are remembered; a client can invent any number.
 const MAX_UNKNOWN_NAMES: usize = 256;
 
@@ -168,6 +170,14 @@ impl Fields {
             Some(Value::String(text)) => Ok(Some(text)),
             Some(other) => self.wrong(name, &other, "a text"),
         }
+    }
+
+    /// Takes the name that a client gives something, a text that is not too long.
+    pub fn name(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        let path = self.path(name);
+        let text = self.text(name)?;
+        text.iter().try_for_each(|text| check_name(&path, text))?;
+        Ok(text)
     }
 
     /// Takes an integer. `3.0` is one too: some clients send every number as a float.
@@ -331,6 +341,14 @@ pub fn show(value: &Value) -> String {
     }
 }
 
+/// Whether `text`, in the field `name`, may name something.
+pub(super) fn check_name(name: &str, text: &str) -> Result<(), ApiError> {
+    match text.len() {
+        0..=LONGEST_NAME => Ok(()),
+        long => Err(ApiError::field(name, format!("has {long} bytes; at most {LONGEST_NAME} are taken"))),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -372,6 +390,16 @@ mod tests {
         assert!(fields.integer("x").is_err());
         assert!(fields.texts("stop").is_err());
         assert!(fields.tokens("ids").is_err());
+    }
+
+    #[test]
+    fn names_were_as_long_as_a_body() {
+        let mut all = fields(json!({"rid": "x".repeat(4096), "cache_salt": "x".repeat(4097)}));
+        assert_eq!(all.name("rid").unwrap().map(|rid| rid.len()), Some(4096));
+        let error = all.name("cache_salt").unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("cache_salt"));
+        assert!(error.message.contains("4097 bytes; at most 4096"), "{}", error.message);
+        assert_eq!(all.name("session_id"), Ok(None));
     }
 
     #[test]

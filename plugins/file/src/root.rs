@@ -163,10 +163,9 @@ fn check_marker(dir: BorrowedFd<'_>) -> io::Result<()> {
                     publish(dir, MARKER, MARKER_TEXT)?;
                     continue;
                 }
-                let found = String::from_utf8_lossy(text.get(..len).unwrap_or_default()).trim().to_owned();
+                let found = String::from_utf8_lossy(text.get(..len).unwrap_or_default());
                 let message = format!(
-                    "its file {MARKER} says {found:?}, this version reads {:?}; where another version has written it, give this one another dir; where the file is damaged, remove it alone: the pages stay, and each is checked when it is read",
-                    MARKER_TEXT.trim()
+                    "its file {MARKER} says {found:?}, this version reads {MARKER_TEXT:?}; where another version has written it, give this one another dir; where the file is damaged, remove it alone: the pages stay, and each is checked when it is read",
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidData, message));
             }

@@ -366,5 +366,10 @@ fn bad_configurations_and_directories_are_told() {
     fs::write(dir.join("kvdock-file-store"), "kvdock file store, format 7\n").unwrap();
     let error = open(&config(&dir, ""));
     assert!(error.kind == ErrorKind::InvalidConfig && error.message.contains("format 7"), "{error}");
+    // Damage at the end is told as well.
+    fs::write(dir.join("kvdock-file-store"), "kvdock file store, format 1").unwrap();
+    let error = open(&config(&dir, ""));
+    let told = r#"says "kvdock file store, format 1", this version reads "kvdock file store, format 1\n";"#;
+    assert!(error.message.contains(told), "{error}");
     assert_eq!(files(&dir).len(), 1, "nothing was written into it");
 }

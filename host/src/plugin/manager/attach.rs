@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::super::admin::{AdminError, AttachMode, AttachRequest};
 use super::super::backend::PolicyChange;
 use super::super::discover::find_with;
+use super::super::inspect::PluginInfo;
 use super::super::open::{OpenRequest, Opened, open};
 use super::super::state::{BackendState, StateCell};
 use super::board::Board;
@@ -15,9 +16,6 @@ use super::detach::CLOSE_TIMEOUT;
 use super::member::Member;
 use super::{Shared, lock};
 use crate::config::{BackendTable, host_keys_in};
-
-/// Most attaches at a time; each holds a thread, and none lasts for ever.
-const MOST_COMING: usize = 8;
 
 /// How long an attach waits for the end of what it replaced, so that its answer can tell of it.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -39,6 +37,30 @@ pub(super) struct Refused {
     pub member: Option<Arc<Member>>,
 }
 
+/// A place among the attaches, held while the plugin is looked for.
+struct Search<'a> {
+    shared: &'a Shared,
+    name: &'a str,
+}
+
+impl<'a> Search<'a> {
+    fn take(shared: &'a Shared, name: &'a str) -> Result<Self, String> {
+        let mut board = lock(&shared.board);
+        board.check_room(&board.sought)?;
+        board.sought.push(name.to_owned());
+        Ok(Self { shared, name })
+    }
+}
+
+impl Drop for Search<'_> {
+    fn drop(&mut self) {
+        let sought = &mut lock(&self.shared.board).sought;
+        if let Some(at) = sought.iter().position(|name| name == self.name) {
+            sought.swap_remove(at);
+        }
+    }
+}
+
 impl Shared {
     pub fn attach(self: &Arc<Self>, request: AttachRequest) -> Result<String, AdminError> {
         let name = request.backend;
@@ -49,7 +71,7 @@ impl Shared {
         };
         let mut change =
             PolicyChange { prefetch: request.prefetch_policy, write: request.write_policy, ..PolicyChange::default() };
-        let plugin = find_with(self.abi, &table.plugin, &self.folders).map_err(AdminError::new)?;
+        let plugin = self.seek(&name, &table.plugin).map_err(AdminError::new)?;
         change.take_from(&mut table.own, &plugin.note.config_schema).map_err(AdminError::new)?;
         self.sink.check_policies(&change).map_err(AdminError::new)?;
         let arrival = self.bring_in(table, &request.mode, &change).map_err(|refused| refused.error)?;
@@ -63,6 +85,12 @@ impl Shared {
             });
         }
         Ok(text)
+    }
+
+    /// Finds the plugin for a backend. That reads whole files, so what has no place among the attaches is refused first.
+    fn seek(&self, name: &str, plugin: &str) -> Result<PluginInfo, String> {
+        let _search = Search::take(self, name)?;
+        find_with(self.abi, plugin, &self.folders)
     }
 
     /// Opens a backend beside what is there and switches it in. When it is refused, nothing has changed. An attach that is called off answers at
@@ -175,10 +203,7 @@ impl Shared {
         let mut board = lock(&self.board);
         // Refused here already if it is clear that there is no place for it.
         board.plan(name, mode, member.ticket(), self.rank(name))?;
-        if board.coming.len() >= MOST_COMING {
-            let names: Vec<&str> = board.coming.iter().map(|coming| coming.name.as_str()).collect();
-            return Err(format!("{MOST_COMING} backends are being opened already: {}", names.join(", ")));
-        }
+        board.check_room(&[])?;
         board.coming.push(member.clone());
         drop(board);
         self.count(name, BackendState::Loading);
@@ -252,5 +277,39 @@ impl Shared {
             Board::forget(&mut board.leaving, &member);
             board.put(&plan, rank, member, false);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::admin::StorageAdmin;
+    use super::super::shutdown_tests::empty;
+    use super::*;
+
+    #[test]
+    fn each_attach_beyond_the_most_at_a_time_read_a_plugin_first() {
+        let manager = empty();
+        let attach = || {
+            let request = AttachRequest {
+                backend: "none".to_owned(),
+                config: None,
+                prefetch_policy: None,
+                write_policy: None,
+                mode: AttachMode::Add,
+            };
+            manager.attach(request).unwrap_err().to_string()
+        };
+        assert!(attach().contains("no plugin named \"none\""), "the files were read: {}", attach());
+        let mut searches: Vec<_> = (0..8).map(|_| Search::take(&manager.shared, "near").unwrap()).collect();
+        assert!(attach().contains("8 backends are being opened already: near, near"), "{}", attach());
+        // Those that are being opened count as well.
+        let coming = |name| Member::new(name, name, Default::default(), StateCell::new(name, Box::new(|_| {})));
+        searches.pop();
+        assert!(attach().contains("no plugin named"), "{}", attach());
+        lock(&manager.shared.board).coming.push(coming("far"));
+        assert!(attach().contains("8 backends are being opened already: far, near"), "{}", attach());
+        drop(searches);
+        assert!(attach().contains("no plugin named"), "{}", attach());
+        assert!(lock(&manager.shared.board).sought.is_empty());
     }
 }

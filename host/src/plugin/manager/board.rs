@@ -28,6 +28,8 @@ pub(super) struct Board {
     pub slots: Vec<Slot>,
     /// Those that are being opened.
     pub coming: Vec<Arc<Member>>,
+    /// Names whose plugins are being looked for, which reads whole files. They are opened next.
+    pub sought: Vec<String>,
     /// Those that were switched out and are not closed yet, and attaches that hang in the plugin.
     pub leaving: Vec<Arc<Member>>,
     /// Those that have ended, the latest last.
@@ -43,7 +45,23 @@ pub(super) enum Plan {
     Insert(usize),
 }
 
+/// Most attaches at a time; each holds a thread and, for a while, a plugin's file, and none lasts for ever.
+const MOST_COMING: usize = 8;
+
 impl Board {
+    /// Whether one more may be opened beside those that are, and the names for which `others` stands.
+    ///
+    /// # Errors
+    /// Which ones there are.
+    pub fn check_room(&self, others: &[String]) -> Result<(), String> {
+        if self.coming.len() + others.len() < MOST_COMING {
+            return Ok(());
+        }
+        let coming = self.coming.iter().map(|coming| coming.name.as_str());
+        let names: Vec<&str> = coming.chain(others.iter().map(String::as_str)).collect();
+        Err(format!("{MOST_COMING} backends are being opened already: {}", names.join(", ")))
+    }
+
     pub fn names(&self) -> String {
         self.slots.iter().map(|slot| slot.member.name.as_str()).collect::<Vec<_>>().join(", ")
     }

@@ -57,12 +57,17 @@ fn identity() -> WorkerIdentity {
     WorkerIdentity::new(namespace, "model", [0; 32])
 }
 
+/// A manager that attached nothing and has no folder to look in.
+pub(super) fn empty() -> PluginManager {
+    let config = crate::config::load(&crate::config::Sources::default()).unwrap().config.storage;
+    PluginManager::new(config, Vec::new(), identity(), Arc::new(NoCache))
+}
+
 #[test]
 fn a_hung_call_kept_the_process_for_the_whole_drain_timeout_of_its_backend() {
     let hour = Duration::from_secs(3600);
     let settings = BackendSettings { drain_timeout: hour, ..BackendSettings::default() };
-    let config = crate::config::load(&crate::config::Sources::default()).unwrap().config.storage;
-    let manager = PluginManager::new(config, Vec::new(), identity(), Arc::new(NoCache));
+    let manager = empty();
     let mut told = Vec::new();
     for name in ["hangs_at_the_end", "hangs_at_the_end_too"] {
         let state = StateCell::new(name, Box::new(|_| {}));

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 
 use super::super::error::ApiError;
-use super::super::fields::{Fields, Harmless, UnknownFields, Unserved, as_texts, as_tokens, name_of};
+use super::super::fields::{Fields, Harmless, UnknownFields, Unserved, as_texts, as_tokens, check_name, name_of};
 use super::super::openai::failure;
 use super::super::reading::{self, Client};
 use super::super::sampling::{self, UNSERVED_SAMPLING, integer_value, native_name, per_request};
@@ -109,6 +109,8 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields, client: &C
     if sampling.iter().any(|(_, other)| *other != n) {
         return Err(ApiError::field("sampling_params.n", "takes the same number for all prompts of a request"));
     }
+    let samples = count.saturating_mul(n as usize);
+    sampling.iter().try_for_each(|(params, _)| sampling::check_samples("sampling_params.", params, samples))?;
     let (ids, name) = read_ids(&mut fields, count)?;
     let return_logprob = bools(&mut fields, "return_logprob", count)?;
     let starts = integers(&mut fields, "logprob_start_len", count, -1, i64::from(u32::MAX))?;
@@ -117,7 +119,7 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields, client: &C
         per_request("token_ids_logprob", fields.take("token_ids_logprob"), count, |value| as_tokens(value).is_some())?;
     let return_text = fields.bool("return_text_in_logprobs")?.unwrap_or(false);
     let return_prompt = fields.bool("return_prompt_token_ids")?.unwrap_or(false);
-    let session_id = fields.text("session_id")?;
+    let session_id = fields.name("session_id")?;
     let priority = fields.integer_in("priority", i32::MIN.into(), i32::MAX.into())?;
     let is_text = |value: &Value| value.is_string();
     let salts = per_request("cache_salt", fields.take("cache_salt"), count, is_text)?;
@@ -128,7 +130,7 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields, client: &C
     let mut rules = Vec::with_capacity(count);
     let texts = |name: &str, value: Option<Value>| match value {
         None => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text)),
+        Some(Value::String(text)) => check_name(name, &text).map(|()| Some(text)),
         Some(other) => Err(ApiError::field(name, format!("takes texts; found {}", name_of(&other)))),
     };
     let options = return_logprob.into_iter().zip(starts).zip(tops).zip(token_ids);
@@ -250,6 +252,7 @@ fn read_ids(fields: &mut Fields, count: usize) -> Result<(Vec<String>, Option<St
     let given = match fields.take("rid") {
         // One name for several prompts would not be a name.
         Some(Value::String(rid)) if count > 1 => {
+            check_name("rid", &rid)?;
             let ids = (0..count).map(|at| format!("{rid}_{at}")).collect();
             return Ok((ids, Some(rid)));
         }
@@ -259,7 +262,7 @@ fn read_ids(fields: &mut Fields, count: usize) -> Result<(Vec<String>, Option<St
         .into_iter()
         .map(|rid| match rid {
             None => Ok(fresh_id("")),
-            Some(Value::String(rid)) if !rid.is_empty() => Ok(rid),
+            Some(Value::String(rid)) if !rid.is_empty() => check_name("rid", &rid).map(|()| rid),
             Some(_) => Err(ApiError::field("rid", "takes texts that are not empty")),
         })
         .collect();

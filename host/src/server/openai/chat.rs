@@ -92,6 +92,7 @@ fn choice(served: &Served, sample: &Completion, with_logprobs: bool) -> Value {
 
 fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -> Result<Chat, ApiError> {
     let common = Common::read(&mut fields, OpenAi::Chat, served)?;
+    common.check_samples(1)?;
     let with_logprobs = fields.bool("logprobs")?.unwrap_or(false);
     let top = fields.integer_in("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
     if top.is_some_and(|top| top > 0) && !with_logprobs {

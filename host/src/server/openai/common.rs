@@ -63,7 +63,7 @@ impl Common {
     /// Takes the shared fields.
     pub fn read(fields: &mut Fields, api: OpenAi, served: &Served) -> Result<Self, ApiError> {
         let model = read_model(fields, served)?;
-        let id = match fields.text("rid")? {
+        let id = match fields.name("rid")? {
             Some(rid) if rid.is_empty() => {
                 return Err(ApiError::field("rid", "takes a text that is not empty"));
             }
@@ -94,11 +94,16 @@ impl Common {
             include_usage,
             continuous_usage,
             details: details.then(|| served.storage_backend()),
-            cache_salt: fields.text("cache_salt")?,
-            extra_key: fields.text("extra_key")?,
-            session_id: fields.text("session_id")?,
+            cache_salt: fields.name("cache_salt")?,
+            extra_key: fields.name("extra_key")?,
+            session_id: fields.name("session_id")?,
             priority: priority.and_then(|priority| i32::try_from(priority).ok()).unwrap_or(0),
         })
+    }
+
+    /// Whether each sample of so many prompts may have what the request says once for all.
+    pub fn check_samples(&self, prompts: usize) -> Result<(), ApiError> {
+        sampling::check_samples("", &self.sampling, prompts.saturating_mul(self.n as usize))
     }
 
     /// The engine's request for one prompt. `id` is unique among the prompts.

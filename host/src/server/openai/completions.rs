@@ -113,6 +113,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
     };
     common::finish(fields, UNSERVED, &server.unknown)?;
     let prompts = read_prompts(prompt)?;
+    common.check_samples(prompts.len())?;
     let many = prompts.len() > 1;
     let mut requests = Vec::with_capacity(prompts.len());
     let mut echoes = Vec::new();
