@@ -94,6 +94,12 @@ pub fn parse_body(headers: &HeaderMap, body: &Bytes) -> Result<Fields, ApiError>
             ));
         }
     }
+    if let Some(encoding) = headers.get(header::CONTENT_ENCODING).filter(|encoding| *encoding != "identity") {
+        return Err(ApiError::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            format!("Content-Encoding {encoding:?} is not read by this server; send the body as it is"),
+        ));
+    }
     let value: Value = serde_json::from_slice(body).map_err(|error| {
         ApiError::bad_request(format!("the body is not valid JSON: {error}")).with_code("invalid_json")
     })?;
@@ -370,6 +376,17 @@ mod tests {
         assert!(parse("[1]").unwrap_err().message.contains("is a list"));
         assert!(parse("").is_err());
         assert!(parse("{} x").is_err());
+    }
+
+    #[test]
+    fn a_packed_body_was_taken_for_broken_json() {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+        let error = parse_body(&headers, &Bytes::from_static(b"\x1f\x8b")).unwrap_err();
+        assert_eq!(error.status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+        assert!(error.message.contains("gzip"), "{}", error.message);
+        headers.insert(header::CONTENT_ENCODING, "identity".parse().unwrap());
+        assert!(parse_body(&headers, &Bytes::from_static(b"{}")).is_ok());
     }
 
     #[test]

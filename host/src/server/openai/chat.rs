@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, Unserved};
 use super::super::reading::{self, Client};
-use super::super::sampling::{OpenAi, chat_name};
+use super::super::sampling::{self, OpenAi, chat_name};
 use super::super::sse;
 use super::super::state::{Served, Server};
 use super::super::usage::Tally;
@@ -123,6 +123,8 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
         },
         ..common.request(common.id.clone(), prompt_ids)
     };
+    let room = served.engine.max_request_tokens();
+    sampling::check_logprobs("top_logprobs", std::slice::from_ref(&request), room)?;
     Ok(Chat { common, logprobs: with_logprobs, request })
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::super::error::ApiError;
 use super::super::fields::{Fields, Harmless, Unserved, as_integer, as_tokens, name_of};
 use super::super::reading::{self, Client};
-use super::super::sampling::{OpenAi, completions_name};
+use super::super::sampling::{self, OpenAi, completions_name};
 use super::super::sse;
 use super::super::state::{Group, Served, Server};
 use super::super::usage::Tally;
@@ -145,6 +145,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
             ..common.request(id, ids)
         });
     }
+    sampling::check_logprobs("logprobs", &requests, served.engine.max_request_tokens())?;
     Ok(TextRequest { common, logprobs, echo: echoes, requests, group: None })
 }
 
