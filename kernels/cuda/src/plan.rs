@@ -22,6 +22,8 @@ pub(super) struct CudaPlan {
     bytes: usize,
     /// Tiles of the prefill kernels.
     tiles: Mutex<Vec<(TileKind, Arc<Tiles>)>>,
+    /// It is used for steps whose pages are others than its own.
+    pub(super) stands_for_others: bool,
 }
 
 /// Which tiles there are to be.
@@ -65,15 +67,23 @@ impl CudaPlan {
         let block = blocks.numbers(words.len() * 4, "the plan of a step")?;
         // SAFETY: the block is as long as the words, and all of its uses are ordered by the queue.
         unsafe { uploads.send(&as_bytes(&words), block.at(), queue, "plan")? };
-        Ok(Self { checked, pool, block, bytes: words.len() * 4, tiles: Mutex::default() })
+        Ok(Self { checked, pool, block, bytes: words.len() * 4, tiles: Mutex::default(), stands_for_others: false })
     }
 
-    /// A plan of the same step in a block of its own, whose arrays are not filled yet.
+    /// A plan of the same step in a block of its own, whose arrays are not filled yet. Of what is recorded with it nobody is told which pages it touches:
+    /// they are others whenever it is queued, and those of this step may be another's by then.
     pub(super) fn twin(&self, blocks: &Arc<Blocks>) -> Result<Self, KernelError> {
         let StepPlan { spec, spans, positions } = &self.checked;
         let checked = StepPlan { spec: *spec, spans: spans.clone(), positions: positions.clone() };
         let block = blocks.take(self.block.bytes(), "the plan of a step")?;
-        Ok(Self { checked, pool: self.pool, block, bytes: self.bytes, tiles: Mutex::default() })
+        Ok(Self {
+            checked,
+            pool: self.pool,
+            block,
+            bytes: self.bytes,
+            tiles: Mutex::default(),
+            stands_for_others: true,
+        })
     }
 
     /// Where the arrays lie, and how long they are.
@@ -133,6 +143,9 @@ impl CudaPlan {
 
     /// Tells the pages of a layer that new keys and values go to.
     pub(super) fn written(&self, tell: &mut dyn FnMut(Touch), pool: &CudaKvPool, layer: usize) {
+        if self.stands_for_others {
+            return;
+        }
         for span in &self.checked.spans {
             for page in &span.pages[span.start / self.checked.spec.page_tokens..] {
                 pool.page(layer, *page, Access::Write).into_iter().for_each(&mut *tell);
