@@ -7,9 +7,9 @@
 // {"op": "first", "tokens": [ids]}                        -> {"seconds": s}
 //     the same, making the context included
 // {"op": "begin", "prompts": [[ids], ..], "most": n}      -> {}
-//     computes the prompts side by side; n tokens may follow each
-// {"op": "more", "steps": n}                              -> {"seconds": s, "tokens": n}
-//     n more tokens for each of them, all of them side by side
+//     computes the prompts side by side; up to n tokens may follow each
+// {"op": "more", "before": m, "steps": n}                 -> {"seconds": s, "tokens": n}
+//     m tokens after each of the prompts, and then n that are timed, all prompts side by side
 // {"op": "end"}                                           -> {}
 // {"op": "save", "tokens": [ids], "file": path}           -> {"bytes": n}
 // {"op": "restore", "tokens": [ids], "file": path, "last": id} -> {"seconds": s}
@@ -86,26 +86,34 @@ const operations = {
 
     async begin({prompts, most}) {
         const context = await makeContext(prompts, most + 64);
-        const generators = sequencesOf(context, prompts).map((sequence, index) =>
-            sequence.evaluate(prompts[index], greedy));
-        open = {context, generators};
+        const sequences = sequencesOf(context, prompts);
         // Every sequence is past its prompt, and has made one token, before the clock starts.
-        await Promise.all(generators.map((generator) => generator.next()));
+        const tokens = await Promise.all(sequences.map((sequence, index) => firstToken(sequence, prompts[index])));
+        open = {context, sequences, tokens, ends: sequences.map((sequence) => sequence.nextTokenIndex)};
         return {};
     },
 
-    async more({steps}) {
-        const start = process.hrtime.bigint();
-        await Promise.all(open.generators.map(async (generator) => {
-            for (let step = 0; step < steps; step++)
+    async more({before, steps}) {
+        const {sequences, tokens, ends} = open;
+        // Steady decoding is measured: the steps before the clock starts bring the weights back into the last cache, which others used.
+        // What was made after the prompts the last time goes, so that contexts do not grow from one call to the next.
+        for (const [index, sequence] of sequences.entries())
+            await sequence.eraseContextTokenRanges([{start: ends[index], end: sequence.nextTokenIndex}]);
+        const generators = sequences.map((sequence, index) => sequence.evaluate([tokens[index]], greedy));
+        const run = (count) => Promise.all(generators.map(async (generator) => {
+            for (let step = 0; step < count; step++)
                 if ((await generator.next()).done)
-                    throw new Error(`the model ended after ${step} of ${steps} tokens`);
+                    throw new Error(`the model ended after ${step} of ${count} tokens`);
         }));
-        return {seconds: seconds(start), tokens: steps * open.generators.length};
+        await run(before);
+        const start = process.hrtime.bigint();
+        await run(steps);
+        const took = seconds(start);
+        await Promise.all(generators.map((generator) => generator.return()));
+        return {seconds: took, tokens: steps * sequences.length};
     },
 
     async end() {
-        await Promise.all(open.generators.map((generator) => generator.return()));
         await open.context.dispose();
         open = undefined;
         return {};

@@ -20,7 +20,7 @@ use kvdock_plugin_api::Dtype;
 
 use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Turns, side_by_side};
 use crate::store::Store;
 
 /// Calls in one sample of the raw call.
@@ -44,14 +44,14 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let (loaded, linked) = (Store::loaded(&library)?, Store::linked()?);
         let raw = |store: &Store| timed(CALLS, || store.exists(CALLS));
         // More rounds than elsewhere: a few nanoseconds are looked for.
-        let (ours, peer) = side_by_side(bench.rounds.times(10), || raw(&loaded), || raw(&linked))?;
-        report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(10.0) })?;
+        let turns = side_by_side(bench.rounds.times(10), || raw(&loaded), || raw(&linked))?;
+        report.add(Row::new(name, turns, Better::Less, Goal::Over(10.0)))?;
     }
     let name = "boundary, batch_exists of 1 key (instructions), peer the same code linked in";
     if bench.wants(name) {
         match instructions(bench)? {
             Ok((ours, peer)) => {
-                report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Over(30.0) })?;
+                report.add(Row::new(name, Turns::once(ours, peer), Better::Less, Goal::Over(30.0)))?;
             }
             Err(reason) => report.skip(name, &reason)?,
         }
@@ -74,14 +74,14 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             let options = CallOptions::within(Duration::from_secs(60));
             Ok(instance.batch_exists(&options, &key, &Held::default(), &ChainInfo::default())?.longest() == 1)
         };
-        let (ours, peer) = side_by_side(bench.rounds, || around(once), raw)?;
-        report.add(Row { name: worker.to_owned(), ours, peer, better: Better::Less, goal: Goal::None })?;
+        let turns = side_by_side(bench.rounds, || around(once), raw)?;
+        report.add(Row::new(worker, turns, Better::Less, Goal::None))?;
     }
     if bench.wants(guards) {
         let guarded = Guarded::new(instance.clone(), PAGE);
         let once = || Ok(guarded.batch_exists(&key, &ChainInfo::default())?.longest() == 1);
-        let (ours, peer) = side_by_side(bench.rounds, || around(once), raw)?;
-        report.add(Row { name: guards.to_owned(), ours, peer, better: Better::Less, goal: Goal::None })?;
+        let turns = side_by_side(bench.rounds, || around(once), raw)?;
+        report.add(Row::new(guards, turns, Better::Less, Goal::None))?;
     }
     let end = Instant::now() + Duration::from_secs(5);
     ensure!(instance.shut(end, end, "measured"), "the instance can't be closed");

@@ -11,7 +11,7 @@ use crate::Bench;
 use crate::disk::drop_from_page_cache;
 use crate::plot::{self, Line, Panel};
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::{median, side_by_side};
+use crate::sample::{Turns, median, side_by_side};
 use crate::stored::{PAGE, TOKENS, first_token, launch};
 
 /// The name by which the curve is asked for.
@@ -38,8 +38,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         "first token of {SLOW_TOKENS} tokens, break-even \"auto\" and a storage {SLOWER} times slower than computing (s), peer without storage"
     );
     if bench.wants(&name) {
-        let (ours, peer) = beside_a_slow_storage(bench)?;
-        report.add(Row { name, ours, peer, better: Better::Less, goal: Goal::Times(1.1) })?;
+        let turns = beside_a_slow_storage(bench)?;
+        report.add(Row::new(name, turns, Better::Less, Goal::Times(1.1)))?;
     }
     Ok(())
 }
@@ -156,7 +156,7 @@ fn empty_device(client: &Client) -> Result<()> {
 }
 
 /// Seconds to the first token with the prompt in a storage that is slower than computing, and without a storage.
-fn beside_a_slow_storage(bench: &Bench) -> Result<(f64, f64)> {
+fn beside_a_slow_storage(bench: &Bench) -> Result<Turns> {
     let plain = Launch::new().set("engine.threads", bench.threads);
     let without = plain.clone().set("cache.mode", "\"device\"").start();
     let mut turn = 0;

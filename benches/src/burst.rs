@@ -37,8 +37,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         client.flush();
         first_token(&client, &stored.prompt, None, Some(TOKENS))
     };
-    let (ours, peer) = side_by_side(bench.rounds, all, one)?;
-    report.add(Row { name, ours, peer, better: Better::Less, goal: Goal::Times(1.5) })
+    let turns = side_by_side(bench.rounds, all, one)?;
+    report.add(Row::new(name, turns, Better::Less, Goal::Times(1.5)))
 }
 
 /// Seconds from the moment at which all are asked until the last one has its first token.

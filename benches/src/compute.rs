@@ -10,17 +10,19 @@ use kvdock_models::{Batch, LoadOptions, Logits, Model, NoHooks, SeqChunk, Want, 
 use kvdock_tests::prompt;
 
 use crate::Bench;
-use crate::limit::memory_read_rate;
+use crate::limit::Memory;
 use crate::llama::Llama;
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Turns, side_by_side};
 
 /// Tokens a page, as the server's default.
 const PAGE: usize = 16;
 /// Prompt tokens in one step, as the server's default.
 const CHUNK: usize = 512;
-/// Tokens that a decode sample makes of each sequence.
-const STEPS: usize = 32;
+/// Tokens that a decode sample makes of each sequence, and those before them that are not timed: steady decoding is measured, and the weights
+/// that the other side's turn took the place of in the last cache have to come back first.
+const STEPS: usize = 12;
+const BEFORE: usize = 4;
 
 /// What is decoded: tokens of context, our sequences side by side, llama.cpp's, and what is asked for.
 const DECODES: [(usize, usize, usize, f64); 7] = [
@@ -55,43 +57,38 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     }
     let mut ours = Ours::load(bench)?;
     let mut llama = Llama::start(bench, bench.threads)?;
-    let mut add = |name: String, (ours, peer): (f64, f64), goal: Goal| {
-        report.add(Row { name, ours, peer, better: Better::More, goal })
-    };
+    let mut add = |name: String, turns: Turns, goal: Goal| report.add(Row::new(name, turns, Better::More, goal));
     for (name, tokens) in prefills {
         let prompt = prompt::ids(1, tokens);
         let count = tokens as f64;
-        let sides = side_by_side(
+        let turns = side_by_side(
             bench.rounds,
             || ours.prefill(&prompt).map(|seconds| count / seconds),
             || llama.prefill(&prompt).map(|seconds| count / seconds),
         )?;
-        add(name, sides, Goal::Ratio(1.5))?;
+        add(name, turns, Goal::Ratio(1.5))?;
     }
-    let (mut memory, mut weights) = (0.0, 0.0);
-    if !decodes.is_empty() {
-        llama = faster_decoder(bench, llama)?;
-        memory = memory_read_rate(bench)?;
-        // But for the vocabulary, the file is weights.
-        weights = std::fs::metadata(&bench.model).context("the model's file")?.len() as f64;
-        eprintln!("{} threads read {:.1} GB/s from memory", bench.threads, memory / 1e9);
+    if decodes.is_empty() {
+        return Ok(());
     }
+    llama = faster_decoder(bench, llama)?;
+    // But for the vocabulary, the file is weights.
+    let weights = std::fs::metadata(&bench.model).context("the model's file")?.len() as f64;
     for (name, context, our_count, their_count, goal) in decodes {
         let prompts: Vec<Vec<u32>> = (0..our_count as u64).map(|seed| prompt::ids(seed, context)).collect();
-        let most = STEPS * (bench.rounds.count + 1);
-        let mut decoding = ours.begin(&prompts, most)?;
-        llama.begin(prompts.get(..their_count).unwrap_or_default(), most)?;
-        let sides = side_by_side(bench.rounds, || decoding.more(STEPS), || llama.more(STEPS))?;
+        let mut decoding = ours.begin(&prompts)?;
+        llama.begin(prompts.get(..their_count).unwrap_or_default(), BEFORE + STEPS)?;
+        let turns = side_by_side(bench.rounds, || decoding.more(), || llama.more(BEFORE, STEPS))?;
         llama.end()?;
-        let limit = {
-            // Each step reads all weights once, and the keys and values of each sequence.
-            let kv = our_count * context * ours.pool.spec().page_bytes() / PAGE;
-            memory / (weights + kv as f64) * our_count as f64
-        };
+        // Each step reads all weights once, and the keys and values of each sequence.
+        let step = weights + (our_count * context * decoding.token_bytes()) as f64;
+        let memory = Memory::new(bench.threads, step as usize);
+        let limit = || Ok(memory.read_rate()? / step * our_count as f64);
+        let of_limit_turns = side_by_side(bench.rounds.at_most(7), || decoding.more(), limit)?;
         let of_limit =
             format!("decode, {our_count} x context {context} (tokens/s), peer its bytes at the memory's rate");
-        add(name, sides, Goal::Ratio(goal))?;
-        add(of_limit, (sides.0, limit), Goal::None)?;
+        add(name, turns, Goal::Ratio(goal))?;
+        add(of_limit, of_limit_turns, Goal::None)?;
     }
     Ok(())
 }
@@ -100,11 +97,12 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
 /// spinning, so on a machine with few cores the thread that drives them costs it more than a further thread brings.
 fn faster_decoder(bench: &Bench, mut as_many: Llama) -> Result<Llama> {
     let mut alone = Llama::start(bench, 1)?;
-    let (prompt, rounds) = ([prompt::ids(0, 16)], bench.rounds.at_most(3));
+    let (prompt, rounds) = ([prompt::ids(0, 16)], bench.rounds.at_most(9));
     for llama in [&mut as_many, &mut alone] {
-        llama.begin(&prompt, STEPS * (rounds.count + 1))?;
+        llama.begin(&prompt, BEFORE + STEPS)?;
     }
-    let (many, one) = side_by_side(rounds, || as_many.more(STEPS), || alone.more(STEPS))?;
+    let Turns { ours: many, peer: one, .. } =
+        side_by_side(rounds, || as_many.more(BEFORE, STEPS), || alone.more(BEFORE, STEPS))?;
     for llama in [&mut as_many, &mut alone] {
         llama.end()?;
     }
@@ -123,7 +121,8 @@ impl Ours {
     fn load(bench: &Bench) -> Result<Self> {
         let device = Arc::new(CpuDevice::new(bench.threads).context("the CPU device")?);
         let loaded = load(&bench.model, &LoadOptions::new(device.clone())).context("the model")?;
-        let pages = 32 * (512 + STEPS * 8) / PAGE;
+        // Of the largest row, with room for what a sample decodes.
+        let pages = 32 * (512 + BEFORE + STEPS).div_ceil(PAGE);
         let kv = loaded.spec().one_pool().map_err(anyhow::Error::msg)?;
         let spec = kv.pool(KvDtype::F16, PAGE, pages);
         let pool = kvdock_kernels::Device::alloc_kv_pool(device.as_ref(), spec).context("the KV pool")?;
@@ -155,13 +154,13 @@ impl Ours {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Computes `prompts`, with room for `most` tokens after each.
-    fn begin(&mut self, prompts: &[Vec<u32>], most: usize) -> Result<Decoding<'_>> {
+    /// Computes `prompts`, with room for a sample's tokens after each.
+    fn begin(&mut self, prompts: &[Vec<u32>]) -> Result<Decoding<'_>> {
         let mut sequences = Vec::new();
         let mut next = 0;
         for prompt in prompts {
             // No two sequences share a page.
-            let count = (prompt.len() + most).div_ceil(PAGE) as u32;
+            let count = (prompt.len() + BEFORE + STEPS).div_ceil(PAGE) as u32;
             let pages: Vec<u32> = (next..next + count).collect();
             next += count;
             let token = self.run_prompt(&pages, prompt)?;
@@ -174,9 +173,9 @@ impl Ours {
 /// A sequence that goes on.
 struct Sequence {
     pages: Vec<u32>,
-    /// The token that comes next.
+    /// The token that comes after the prompt.
     token: u32,
-    /// Its position.
+    /// Tokens of the prompt.
     end: u32,
 }
 
@@ -187,27 +186,36 @@ struct Decoding<'a> {
 }
 
 impl Decoding<'_> {
-    /// Tokens a second, of all sequences together, over `steps` tokens of each.
-    fn more(&mut self, steps: usize) -> Result<f64> {
-        let start = Instant::now();
-        for _ in 0..steps {
+    /// Bytes of a token's keys and values.
+    fn token_bytes(&self) -> usize {
+        self.ours.pool.spec().page_bytes() / PAGE
+    }
+
+    /// Tokens a second, of all sequences together, over a sample's tokens after each prompt: those of the call before are overwritten.
+    fn more(&mut self) -> Result<f64> {
+        let mut tokens: Vec<u32> = self.sequences.iter().map(|sequence| sequence.token).collect();
+        let mut start = Instant::now();
+        for step in 0..BEFORE + STEPS {
+            if step == BEFORE {
+                start = Instant::now();
+            }
             let chunks: Vec<SeqChunk<'_>> = self
                 .sequences
                 .iter()
-                .map(|sequence| SeqChunk {
-                    tokens: std::slice::from_ref(&sequence.token),
-                    start: sequence.end,
+                .zip(&tokens)
+                .map(|(sequence, token)| SeqChunk {
+                    tokens: std::slice::from_ref(token),
+                    start: sequence.end + step as u32,
                     pages: &sequence.pages,
                     logits: Want::Last,
                 })
                 .collect();
             let ours = &mut *self.ours;
             ours.model.forward(&Batch { seqs: &chunks }, ours.pool.as_ref(), &NoHooks, &mut ours.logits)?;
-            for (row, sequence) in self.sequences.iter_mut().enumerate() {
-                sequence.token = self.ours.likeliest(row)?;
-                sequence.end += 1;
+            for (row, token) in tokens.iter_mut().enumerate() {
+                *token = self.ours.likeliest(row)?;
             }
         }
-        Ok((steps * self.sequences.len()) as f64 / start.elapsed().as_secs_f64())
+        Ok((STEPS * self.sequences.len()) as f64 / start.elapsed().as_secs_f64())
     }
 }

@@ -12,7 +12,7 @@ use rustix::fs::Advice;
 
 use crate::fio::{Direction, Job};
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::{Rounds, side_by_side};
+use crate::sample::{Rounds, Turns, side_by_side};
 use crate::sglang::{FileBackend, MISSING};
 use crate::{Bench, store};
 
@@ -47,10 +47,10 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             // A read needs what a write left, also when only the read is wanted.
             // What a shared disk gives moves by a third within seconds.
             let rounds = if wanted { bench.rounds.times(3) } else { bench.rounds.at_most(1) };
-            let (ours, peer) = sides.measure(direction, rounds)?;
+            let turns = sides.measure(direction, rounds)?.in_units_of(1e6);
             if wanted {
                 let (better, goal) = (Better::More, Goal::Ratio(0.9));
-                report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
+                report.add(Row::new(name, turns, better, goal))?;
             }
         }
         if beside {
@@ -70,9 +70,9 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             black_box(&mut target);
             Ok(bytes as f64 / start.elapsed().as_secs_f64())
         };
-        let (ours, peer) = side_by_side(bench.rounds, || sides.read(true), copy)?;
+        let turns = side_by_side(bench.rounds, || sides.read(true), copy)?.in_units_of(1e6);
         let (better, goal) = (Better::More, Goal::Ratio(0.5));
-        report.add(Row { name: warm.to_owned(), ours: ours / 1e6, peer: peer / 1e6, better, goal })?;
+        report.add(Row::new(warm, turns, better, goal))?;
         sides.clean_up()?;
     }
     Ok(())
@@ -124,7 +124,7 @@ impl Sides {
     }
 
     /// Bytes a second of both sides.
-    fn measure(&mut self, direction: Direction, rounds: Rounds) -> Result<(f64, f64)> {
+    fn measure(&mut self, direction: Direction, rounds: Rounds) -> Result<Turns> {
         let (file, Shape { page_bytes, batch, sync_every }) = (self.file.clone(), self.shape);
         let job =
             Job { direction, file: &file, block: page_bytes, total: self.sample(), depth: batch as u32, sync_every };
@@ -141,9 +141,9 @@ impl Sides {
         };
         let (calls, sample) = (self.calls(), self.sample() as f64);
         let [write, read] = names;
-        let mut row = |name, (ours, peer): (f64, f64)| {
+        let mut row = |name, turns: Turns| {
             let (better, goal) = (Better::More, Goal::Ratio(3.0));
-            report.add(Row { name, ours: ours / 1e6, peer: peer / 1e6, better, goal })
+            report.add(Row::new(name, turns.in_units_of(1e6), better, goal))
         };
         row(write, side_by_side(bench.rounds.times(3), || self.write(), || Ok(sample / theirs.put(calls)?))?)?;
         let theirs = || {

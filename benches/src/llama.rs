@@ -75,7 +75,7 @@ impl Llama {
         Self::number(&answer, "seconds")
     }
 
-    /// Computes `prompts`, with room for `most` tokens after each.
+    /// Computes `prompts`, with room for up to `most` tokens after each.
     ///
     /// # Errors
     /// What llama.cpp says.
@@ -83,12 +83,13 @@ impl Llama {
         self.ask(&json!({"op": "begin", "prompts": prompts, "most": most})).map(drop)
     }
 
-    /// Tokens a second, of all prompts of `begin` together, over `steps` more tokens of each.
+    /// Tokens a second, of all prompts of `begin` together, over `steps` tokens of each that follow `before` others,
+    /// which follow the prompt: those of the call before are gone.
     ///
     /// # Errors
     /// What llama.cpp says.
-    pub fn more(&mut self, steps: usize) -> Result<f64> {
-        let answer = self.ask(&json!({"op": "more", "steps": steps}))?;
+    pub fn more(&mut self, before: usize, steps: usize) -> Result<f64> {
+        let answer = self.ask(&json!({"op": "more", "before": before, "steps": steps}))?;
         Ok(Self::number(&answer, "tokens")? / Self::number(&answer, "seconds")?)
     }
 

@@ -72,6 +72,9 @@ struct Arguments {
     /// Also write the rows to this file, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also write what each turn of each row gave to this file, a JSON object a line: `{name, turns: [[ours, peer], ...]}`.
+    #[arg(long, value_name = "FILE")]
+    turns: Option<PathBuf>,
     /// Only the rows whose names contain one of these.
     rows: Vec<String>,
 }
@@ -139,8 +142,8 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         .with_context(|| format!("can't create a folder in {}", below.display()))?;
     let quick = arguments.quick;
     let rounds = match quick {
-        true => Rounds { count: 3, budget: Duration::from_secs(10) },
-        false => Rounds { count: 7, budget: Duration::from_secs(120) },
+        true => Rounds { count: 50, budget: Duration::from_secs(5) },
+        false => Rounds { count: 200, budget: Duration::from_secs(20) },
     };
     let bench = Bench {
         model: arguments.model,
@@ -156,7 +159,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         stored: OnceCell::new(),
     };
     warn_if_busy();
-    let mut report = Report::new(arguments.json.as_deref())?;
+    let mut report = Report::new(arguments.json.as_deref(), arguments.turns.as_deref())?;
     let mut failed = false;
     // What has a goal of the project's comes first.
     for rows in [

@@ -65,8 +65,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             black_box(&mut plain);
             Ok(rate(start))
         };
-        let (ours, peer) = side_by_side(bench.rounds, ours, peer)?;
-        report.add(Row { name, ours, peer, better: Better::More, goal: Goal::None })?;
+        let turns = side_by_side(bench.rounds, ours, peer)?;
+        report.add(Row::new(name, turns, Better::More, Goal::None))?;
     }
     Ok(())
 }

@@ -142,9 +142,9 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
                     let (put, get) = official.time_batch(BATCH as usize, bytes as usize);
                     Ok(rate(bytes, if way == Way::Put { put } else { get }))
                 };
-                let (ours, peer) =
+                let turns =
                     side_by_side(bench.rounds.times(more), || client.rate(way, bytes), || theirs(&mut official))?;
-                report.add(Row { name, ours, peer, better: Better::More, goal: Goal::Ratio(goal) })?;
+                report.add(Row::new(name, turns, Better::More, Goal::Ratio(goal)))?;
             }
             client.remove(BATCH)?;
             client.store.close().map_err(|error| anyhow!("{error}"))?;
@@ -186,8 +186,8 @@ fn exists_row(
         Ok(begin.elapsed().as_secs_f64() / CALLS as f64 * 1e6)
     };
     let peer = || Ok(official.time_exists(&names, CALLS) / CALLS as f64 * 1e6);
-    let (ours, peer) = side_by_side(bench.rounds.times(2), ours, peer)?;
-    report.add(Row { name, ours, peer, better: Better::Less, goal: Goal::Ratio(1.0) })?;
+    let turns = side_by_side(bench.rounds.times(2), ours, peer)?;
+    report.add(Row::new(name, turns, Better::Less, Goal::Ratio(1.0)))?;
     client.store.close().map_err(|error| anyhow!("{error}"))
 }
 
@@ -209,8 +209,8 @@ fn beside_a_plain_copy(bench: &Bench, report: &mut Report, own: bool, name: impl
             client.put(BATCH)?;
         }
         let peer = || Ok(rate(bytes, copy.run()?));
-        let (ours, peer) = side_by_side(bench.rounds.times(2), || client.rate(way, bytes), peer)?;
-        report.add(Row { name, ours, peer, better: Better::More, goal: Goal::Ratio(goal) })?;
+        let turns = side_by_side(bench.rounds.times(2), || client.rate(way, bytes), peer)?;
+        report.add(Row::new(name, turns, Better::More, Goal::Ratio(goal)))?;
     }
     for client in holder.into_iter().chain([client]) {
         client.store.close().map_err(|error| anyhow!("{error}"))?;

@@ -8,7 +8,7 @@ use crate::disk::drop_from_page_cache;
 use crate::fio::{Direction, Job};
 use crate::llama::Llama;
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Turns, side_by_side};
 use crate::stored::{PAGE, Stored, first_token, token_times};
 
 /// Tokens that come from storage; the prompt has one more.
@@ -41,12 +41,12 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let state = bench.scratch.join("llama-state");
         let (last, before) = prompt.split_last().context("the prompt has tokens")?;
         llama.save(before, &state)?;
-        let (ours, peer) = side_by_side(rounds, ours, || llama.restore(before, &state, *last))?;
-        report.add(Row { name: llama_name, ours, peer, better: Better::Less, goal: Goal::Ratio(1.2) })?;
+        let turns = side_by_side(rounds, ours, || llama.restore(before, &state, *last))?;
+        report.add(Row::new(llama_name, turns, Better::Less, Goal::Ratio(1.2)))?;
     }
     if bench.wants(&disk_name) {
-        let (ours, peer) = beside_the_disk(bench, stored, &launch)?;
-        report.add(Row { name: disk_name, ours, peer, better: Better::Less, goal: Goal::Times(1.25) })?;
+        let turns = beside_the_disk(bench, stored, &launch)?;
+        report.add(Row::new(disk_name, turns, Better::Less, Goal::Times(1.25)))?;
     }
     if bench.wants(&computed_name) {
         let mut turn = 0;
@@ -55,14 +55,14 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             turn += 1;
             first_token(&launch.start().client(), prompt, Some(&format!("turn {turn}")), Some(0))
         };
-        let (ours, peer) = side_by_side(rounds, ours, computed)?;
-        report.add(Row { name: computed_name, ours, peer, better: Better::Less, goal: Goal::Ratio(30.0) })?;
+        let turns = side_by_side(rounds, ours, computed)?;
+        report.add(Row::new(computed_name, turns, Better::Less, Goal::Ratio(30.0)))?;
     }
     Ok(())
 }
 
 /// Seconds to the first token with nothing of storage in the page cache, and those that the disk and the model need at the least.
-fn beside_the_disk(bench: &Bench, stored: &Stored, launch: &Launch) -> Result<(f64, f64)> {
+fn beside_the_disk(bench: &Bench, stored: &Stored, launch: &Launch) -> Result<Turns> {
     let prompt = stored.prefix(TOKENS);
     let step = {
         let server = launch.start();
@@ -80,7 +80,7 @@ fn beside_the_disk(bench: &Bench, stored: &Stored, launch: &Launch) -> Result<(f
         first_token(&server.client(), prompt, None, Some(TOKENS))
     };
     let peer = || job(Direction::Read).run().map(|rate| bytes / rate + step);
-    let sides = side_by_side(bench.rounds.at_most(5), ours, peer);
+    let turns = side_by_side(bench.rounds.at_most(5), ours, peer);
     std::fs::remove_file(&file).with_context(|| format!("can't remove {}", file.display()))?;
-    sides
+    turns
 }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use crate::plot::Line;
+use crate::sample::Turns;
 
 /// What a row asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,10 +37,8 @@ pub enum Better {
 pub struct Row {
     /// What is measured, with its unit.
     pub name: String,
-    /// Our figure.
-    pub ours: f64,
-    /// The peer's.
-    pub peer: f64,
+    /// What both sides came to.
+    pub turns: Turns,
     /// Which way is up.
     pub better: Better,
     /// What is asked for.
@@ -57,20 +56,41 @@ struct Shown<'a> {
 }
 
 impl Row {
-    /// How much better ours is than the peer's: above 1 is better, whichever way is up.
+    /// A row.
+    pub fn new(name: impl Into<String>, turns: Turns, better: Better, goal: Goal) -> Self {
+        Self { name: name.into(), turns, better, goal }
+    }
+
+    /// How much better ours is than the peer's: above 1 is better, whichever way is up. The median of all turns.
     pub fn ratio(&self) -> f64 {
         match self.better {
-            Better::More => self.ours / self.peer,
-            Better::Less => self.peer / self.ours,
+            Better::More => self.turns.quotient,
+            Better::Less => 1.0 / self.turns.quotient,
         }
+    }
+
+    /// Between which ratios the middle half of all turns lies.
+    fn middle_half(&self) -> (f64, f64) {
+        let mut ratios: Vec<f64> = self
+            .turns
+            .each
+            .iter()
+            .map(|(ours, peer)| match self.better {
+                Better::More => ours / peer,
+                Better::Less => peer / ours,
+            })
+            .collect();
+        ratios.sort_by(f64::total_cmp);
+        let at = |place: usize| ratios.get(place).copied().unwrap_or(f64::NAN);
+        (at(ratios.len() / 4), at((ratios.len() * 3).div_ceil(4).saturating_sub(1)))
     }
 
     /// Whether the goal is met; none without a goal.
     pub fn met(&self) -> Option<bool> {
         match self.goal {
             Goal::Ratio(least) => Some(self.ratio() >= least),
-            Goal::Times(most) => Some(self.ours <= most * self.peer),
-            Goal::Over(most) => Some(self.ours - self.peer <= most),
+            Goal::Times(most) => Some(self.turns.quotient <= most),
+            Goal::Over(most) => Some(self.turns.ours - self.turns.peer <= most),
             Goal::None => None,
         }
     }
@@ -87,8 +107,8 @@ impl Row {
     fn line(&self) -> Shown<'_> {
         Shown {
             name: &self.name,
-            ours: self.ours,
-            peer: self.peer,
+            ours: self.turns.ours,
+            peer: self.turns.peer,
             ratio: self.ratio(),
             goal: self.goal_text(),
             met: self.met(),
@@ -102,16 +122,23 @@ pub struct Report {
     /// Rows that could not be measured here, and why.
     skipped: Vec<(String, String)>,
     json: Option<File>,
+    /// Where each turn of each row goes.
+    turns: Option<File>,
 }
 
 impl Report {
-    /// An empty report; rows also go to the file `json` as they come.
+    /// An empty report; rows also go to the file `json` as they come, and what each turn of them gave to the file `turns`.
     ///
     /// # Errors
-    /// When the file can't be created.
-    pub fn new(json: Option<&Path>) -> Result<Self> {
+    /// When a file can't be created.
+    pub fn new(json: Option<&Path>, turns: Option<&Path>) -> Result<Self> {
         let create = |path: &Path| File::create(path).with_context(|| format!("can't create {}", path.display()));
-        Ok(Self { rows: Vec::new(), skipped: Vec::new(), json: json.map(create).transpose()? })
+        Ok(Self {
+            rows: Vec::new(),
+            skipped: Vec::new(),
+            json: json.map(create).transpose()?,
+            turns: turns.map(create).transpose()?,
+        })
     }
 
     /// Takes a row in.
@@ -123,6 +150,10 @@ impl Report {
         if let Some(file) = &mut self.json {
             let line = serde_json::to_string(&row.line()).context("can't write a row as JSON")?;
             writeln!(file, "{line}").context("can't write a row to the JSON file")?;
+        }
+        if let Some(file) = &mut self.turns {
+            let line = serde_json::json!({"name": row.name, "turns": row.turns.each});
+            writeln!(file, "{line}").context("can't write a row's turns to their file")?;
         }
         self.rows.push(row);
         Ok(())
@@ -157,7 +188,10 @@ impl Report {
     /// Prints the table.
     pub fn print(&self) {
         let width = self.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
-        println!("{:width$}  {:>10}  {:>10}  {:>7}  goal", "row", "ours", "peer", "ratio");
+        println!(
+            "{:width$}  {:>10}  {:>10}  {:>7}  {:>5}  {:>11}  goal",
+            "row", "ours", "peer", "ratio", "turns", "middle half"
+        );
         for row in &self.rows {
             println!("{}", table_line(row, width));
         }
@@ -173,7 +207,16 @@ fn table_line(row: &Row, width: usize) -> String {
         (Some(goal), _) => format!("{goal}: MISSED"),
         (None, _) => "-".to_owned(),
     };
-    format!("{:width$}  {:>10}  {:>10}  {:>7.2}  {verdict}", row.name, figure(row.ours), figure(row.peer), row.ratio())
+    let (low, high) = row.middle_half();
+    format!(
+        "{:width$}  {:>10}  {:>10}  {:>7.2}  {:>5}  {:>11}  {verdict}",
+        row.name,
+        figure(row.turns.ours),
+        figure(row.turns.peer),
+        row.ratio(),
+        row.turns.each.len(),
+        format!("{low:.2}-{high:.2}"),
+    )
 }
 
 /// Three or four significant digits.
@@ -191,7 +234,7 @@ mod tests {
     use super::*;
 
     fn row(ours: f64, peer: f64, better: Better, goal: Goal) -> Row {
-        Row { name: "row".into(), ours, peer, better, goal }
+        Row::new("row", Turns::once(ours, peer), better, goal)
     }
 
     #[test]
@@ -205,6 +248,15 @@ mod tests {
         assert_eq!(row(39.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(true));
         assert_eq!(row(41.0, 30.0, Better::Less, Goal::Over(10.0)).met(), Some(false));
         assert_eq!(row(1.0, 2.0, Better::More, Goal::None).met(), None);
+    }
+
+    #[test]
+    fn the_middle_half_leaves_out_the_outer_quarters() {
+        let turns = |count: u32| (1..=count).map(|turn| (f64::from(turn), 1.0)).collect();
+        let half = |count| Row::new("row", Turns::of(turns(count)), Better::More, Goal::None).middle_half();
+        assert_eq!((half(1), half(3), half(4), half(8)), ((1.0, 1.0), (1.0, 3.0), (2.0, 3.0), (3.0, 6.0)));
+        let slower = Row::new("row", Turns::once(2.0, 1.0), Better::Less, Goal::None);
+        assert_eq!(slower.middle_half(), (0.5, 0.5));
     }
 
     #[test]

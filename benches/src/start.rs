@@ -33,6 +33,6 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         Ok(start.elapsed().as_secs_f64())
     };
     let peer = || Llama::start(bench, bench.threads)?.first(&prompt);
-    let (ours, peer) = side_by_side(bench.rounds, ours, peer)?;
-    report.add(Row { name: name.to_owned(), ours, peer, better: Better::Less, goal: Goal::Ratio(1.0) })
+    let turns = side_by_side(bench.rounds, ours, peer)?;
+    report.add(Row::new(name, turns, Better::Less, Goal::Ratio(1.0)))
 }

@@ -48,7 +48,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     warm.map_err(|error| anyhow!(error))?;
     let address = server.address();
     let script = std::cell::RefCell::new(&mut script);
-    let (ours, peer) = side_by_side(
+    let turns = side_by_side(
         bench.rounds.at_most(5),
         || milliseconds(load.run(&address, CLIENTS, || script.borrow_mut().run(CHANGES, PAUSE)).0),
         || {
@@ -56,7 +56,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
             milliseconds(load.run(&address, CLIENTS, || std::thread::sleep(PAUSE * CHANGES as u32)).0)
         },
     )?;
-    report.add(Row { name, ours, peer, better: Better::Less, goal: Goal::Times(1.5) })
+    report.add(Row::new(name, turns, Better::Less, Goal::Times(1.5)))
 }
 
 /// The gap that 99 of 100 do not exceed.

@@ -32,10 +32,10 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let on = launch().storage(&bench.scratch.join("tier")).start();
     let off = launch().set("cache.mode", "\"device\"").start();
     let (mut ours, mut theirs) = (0, 1_000_000);
-    let sides = side_by_side(bench.rounds, || rate(&on.address(), &mut ours), || rate(&off.address(), &mut theirs))?;
+    let turns = side_by_side(bench.rounds, || rate(&on.address(), &mut ours), || rate(&off.address(), &mut theirs))?;
     let stored = on.client().metrics().storage_pages("set", "ok");
     ensure!(stored > 0.0, "the engine with the tier has stored no page");
-    report.add(Row { name, ours: sides.0, peer: sides.1, better: Better::More, goal: Goal::Ratio(0.97) })
+    report.add(Row::new(name, turns, Better::More, Goal::Ratio(0.97)))
 }
 
 /// Tokens a second of all clients together, while all of them decode: from the last first token to the first last one.

@@ -13,7 +13,7 @@ use kvdock::cache::unified::{Component, Insert, NodeId, Step, Tree, TreeConfig};
 
 use crate::Bench;
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Turns, side_by_side};
 use crate::sglang::{MISSING, NativeTree};
 
 /// Tokens of a page.
@@ -177,7 +177,7 @@ fn micros(start: Instant) -> f64 {
 /// # Errors
 /// When the tree refuses what it must not refuse.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
-    let row = |name: String, (ours, peer): (f64, f64)| Row { name, ours, peer, better: Better::Less, goal: Goal::None };
+    let row = |name: String, turns: Turns| Row::new(name, turns, Better::Less, Goal::None);
     for (pages, shown) in [(100_000, "100,000"), (1_000_000, "1,000,000")] {
         let matching = format!("tree, match of 2,048 tokens beside {shown} pages (us), peer flat map of whole keys");
         let part = format!("tree, match of 512 tokens beside {shown} pages (us), peer 2,048 tokens");
@@ -200,7 +200,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         }
         let sides = sides.into_inner();
         let bytes = sides.tree.bytes() as f64 / sides.tree.sizes(Component::Full).device as f64;
-        report.add(row(memory, (bytes, (PAGE + 1) as f64 * 4.0)))?;
+        report.add(row(memory, Turns::once(bytes, (PAGE + 1) as f64 * 4.0)))?;
     }
     Ok(())
 }
@@ -221,7 +221,7 @@ fn beside_sglang(bench: &Bench, report: &mut Report, sides: &RefCell<Sides>, sho
     };
     let theirs = RefCell::new(theirs);
     let each = |seconds: f64| seconds * 1e6 / SAMPLE as f64;
-    let row = |name, (ours, peer)| Row { name, ours, peer, better: Better::Less, goal: Goal::Ratio(FASTER) };
+    let row = |name: String, turns| Row::new(name, turns, Better::Less, Goal::Ratio(FASTER));
     let matches = || Ok(each(theirs.borrow_mut().matches(SAMPLE)?));
     report.add(row(matching, side_by_side(bench.rounds, || sides.borrow_mut().match_tree(KEY), matches)?))?;
     let inserts = || Ok(each(theirs.borrow_mut().inserts(SAMPLE)?));

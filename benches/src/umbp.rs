@@ -117,15 +117,15 @@ fn rows_of(bench: &Bench, report: &mut Report, tier: Tier, size: &Size) -> Resul
                     let seconds = if way == Way::Put { peer.put(calls)? } else { peer.get(calls)? };
                     Ok(rate(size.bytes, calls, seconds))
                 };
-                let (ours, peer) = side_by_side(rounds, || ours.rate(way), theirs)?;
+                let turns = side_by_side(rounds, || ours.rate(way), theirs)?;
                 let goal = Goal::Ratio(if tier == Tier::Memory { 1.0 } else { size.goal });
-                report.add(Row { name, ours, peer, better: Better::More, goal })?;
+                report.add(Row::new(name, turns, Better::More, goal))?;
             }
             _ => {}
         }
         let name = tier.row(word, size, tier.limit());
         if bench.wants(&name) {
-            let (ours, peer) = match tier {
+            let turns = match tier {
                 Tier::Memory => {
                     let mut copy = PlainCopy::new(size.bytes, BATCH);
                     let calls = tier.calls(size);
@@ -153,7 +153,7 @@ fn rows_of(bench: &Bench, report: &mut Report, tier: Tier, size: &Size) -> Resul
                 }
             };
             let goal = if tier == Tier::Memory { Goal::None } else { Goal::Ratio(OF_FIO) };
-            report.add(Row { name, ours, peer, better: Better::More, goal })?;
+            report.add(Row::new(name, turns, Better::More, goal))?;
         }
     }
     drop(peer);

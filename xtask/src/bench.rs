@@ -21,6 +21,9 @@ pub struct Options {
     /// Also write the rows to this file, a JSON object a line.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also write what each turn of each row gave to this file, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    turns: Option<PathBuf>,
     /// Also fetch SGLang, 5 GB with torch, and measure its tree core and its file backend.
     #[arg(long)]
     sglang: bool,
@@ -68,6 +71,9 @@ fn rows(options: &Options) -> Result<ExitCode> {
     }
     run_command(&mut build)?;
     start("kvdock-bench", options, |bench| {
+        if let Some(file) = &options.turns {
+            bench.arg("--turns").arg(file);
+        }
         bench.arg("--model").arg(&model).arg("--peers").arg(&peers).args(&options.rows);
     })
 }
@@ -145,7 +151,8 @@ mod tests {
     #[test]
     fn growth_is_asked_for_alone() {
         let rows = vec!["growth".to_owned(), "decode".to_owned()];
-        let error = run(&Options { quick: true, pictures: None, json: None, sglang: false, rows }).unwrap_err();
+        let error =
+            run(&Options { quick: true, pictures: None, json: None, turns: None, sglang: false, rows }).unwrap_err();
         assert!(error.to_string().contains("alone"), "{error}");
     }
 }
