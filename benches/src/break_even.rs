@@ -199,7 +199,7 @@ fn beside_a_slow_storage(bench: &Bench) -> Result<Turns> {
         let salt = format!("turn {}", fresh());
         first_token(&without.client(), &prompt, Some(&salt), Some(0))
     };
-    side_by_side(bench.rounds, ours, peer)
+    side_by_side(bench.rounds.longer(3), ours, peer)
 }
 
 #[cfg(test)]

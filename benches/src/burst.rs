@@ -37,7 +37,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         client.flush();
         first_token(&client, &stored.prompt, None, Some(TOKENS))
     };
-    let turns = side_by_side(bench.rounds, all, one)?;
+    let turns = side_by_side(bench.rounds.longer(2), all, one)?;
     report.add(Row::new(name, turns, Better::Less, Goal::Times(1.5)))
 }
 

@@ -41,7 +41,8 @@ const DECODES: [(usize, usize, usize, f64); 7] = [
 /// # Errors
 /// When a side can't be measured.
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
-    let prefills = [512, 1500].map(|tokens| (format!("prefill, {tokens} tokens (tokens/s), peer llama.cpp"), tokens));
+    let prefills = [(512, 3), (1500, 4)]
+        .map(|(tokens, longer)| (format!("prefill, {tokens} tokens (tokens/s), peer llama.cpp"), tokens, longer));
     // To make sixteen thousand tokens of context takes most of a minute.
     let decodes = DECODES.iter().filter(|(context, ours, ..)| !bench.quick || *ours == 1 || *context < 512).map(
         |&(context, ours, theirs, goal)| {
@@ -58,11 +59,11 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let mut ours = Ours::load(bench)?;
     let mut llama = Llama::start(bench, bench.threads)?;
     let mut add = |name: String, turns: Turns, goal: Goal| report.add(Row::new(name, turns, Better::More, goal));
-    for (name, tokens) in prefills {
+    for (name, tokens, longer) in prefills {
         let prompt = prompt::ids(1, tokens);
         let count = tokens as f64;
         let turns = side_by_side(
-            bench.rounds,
+            bench.rounds.longer(longer),
             || ours.prefill(&prompt).map(|seconds| count / seconds),
             || llama.prefill(&prompt).map(|seconds| count / seconds),
         )?;
@@ -78,7 +79,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let prompts: Vec<Vec<u32>> = (0..our_count as u64).map(|seed| prompt::ids(seed, context)).collect();
         let mut decoding = ours.begin(&prompts)?;
         llama.begin(prompts.get(..their_count).unwrap_or_default(), BEFORE + STEPS)?;
-        let turns = side_by_side(bench.rounds, || decoding.more(), || llama.more(BEFORE, STEPS))?;
+        let turns = side_by_side(bench.rounds.longer(2), || decoding.more(), || llama.more(BEFORE, STEPS))?;
         llama.end()?;
         // Each step reads all weights once, and the keys and values of each sequence.
         let step = weights + (our_count * context * decoding.token_bytes()) as f64;

@@ -17,7 +17,7 @@ use crate::sglang::{FileBackend, MISSING};
 use crate::{Bench, store};
 
 /// Bytes that one sample moves, unless a single call is more.
-const SAMPLE: u64 = 256 << 20;
+const SAMPLE: u64 = 128 << 20;
 /// The same where each batch of small pages is made durable, which takes much longer a byte.
 const SMALL_SAMPLE: u64 = 16 << 20;
 /// Bytes of a page that is read while it is in the page cache, and pages of a call.
@@ -46,7 +46,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         {
             // A read needs what a write left, also when only the read is wanted.
             // What a shared disk gives moves by a third within seconds.
-            let rounds = if wanted { bench.rounds.times(3) } else { bench.rounds.at_most(1) };
+            let rounds = if wanted { bench.rounds.longer(shape.longer()) } else { bench.rounds.at_most(1) };
             let turns = sides.measure(direction, rounds)?.in_units_of(1e6);
             if wanted {
                 let (better, goal) = (Better::More, Goal::Ratio(0.9));
@@ -92,6 +92,13 @@ struct Shape {
     batch: u64,
     /// After how many pages fio syncs; 0 for once at the end.
     sync_every: u32,
+}
+
+impl Shape {
+    /// How many times as long as another row one of these takes: a sample is one call at least.
+    fn longer(self) -> u32 {
+        if self.page_bytes * self.batch > SAMPLE / 2 { 3 } else { 2 }
+    }
 }
 
 struct Sides {
@@ -145,12 +152,12 @@ impl Sides {
             let (better, goal) = (Better::More, Goal::Ratio(3.0));
             report.add(Row::new(name, turns.in_units_of(1e6), better, goal))
         };
-        row(write, side_by_side(bench.rounds.times(3), || self.write(), || Ok(sample / theirs.put(calls)?))?)?;
+        row(write, side_by_side(bench.rounds, || self.write(), || Ok(sample / theirs.put(calls)?))?)?;
         let theirs = || {
             drop_from_page_cache(&folder)?;
             Ok(sample / theirs.get(calls)?)
         };
-        row(read, side_by_side(bench.rounds.times(3), || self.read(false), theirs)?)?;
+        row(read, side_by_side(bench.rounds, || self.read(false), theirs)?)?;
         std::fs::remove_dir_all(&folder).with_context(|| format!("can't remove {}", folder.display()))
     }
 

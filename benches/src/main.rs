@@ -142,7 +142,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         .with_context(|| format!("can't create a folder in {}", below.display()))?;
     let quick = arguments.quick;
     let rounds = match quick {
-        true => Rounds { count: 50, budget: Duration::from_secs(5) },
+        true => Rounds { count: 50, budget: Duration::from_secs(4) },
         false => Rounds { count: 200, budget: Duration::from_secs(20) },
     };
     let bench = Bench {

@@ -72,7 +72,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let tail = (tails.borrow_mut())();
         from_device(&client, &with_tail(tail))
     };
-    let turns = side_by_side(bench.rounds, ours, peer)?;
+    let turns = side_by_side(bench.rounds.longer(3), ours, peer)?;
     let loaded = pace * f64::from(LAYERS);
     let longer = turns.clone().map(|ours, computed| (ours - pace, computed.max(loaded)));
     report.add(Row::new(overlapped, longer, Better::Less, Goal::Times(1.15)))?;

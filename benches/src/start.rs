@@ -33,6 +33,6 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         Ok(start.elapsed().as_secs_f64())
     };
     let peer = || Llama::start(bench, bench.threads)?.first(&prompt);
-    let turns = side_by_side(bench.rounds, ours, peer)?;
+    let turns = side_by_side(bench.rounds.longer(2), ours, peer)?;
     report.add(Row::new(name, turns, Better::Less, Goal::Ratio(1.0)))
 }

@@ -14,8 +14,9 @@ use crate::sample::side_by_side;
 const CLIENTS: u64 = 64;
 /// From one change of backends to the next.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Changes in one turn: all of the script's.
-const CHANGES: usize = Script::ROUND;
+/// Changes in one turn. The turns together make all of the script's.
+const CHANGES: usize = 2;
+const TURNS: usize = Script::ROUND.div_ceil(CHANGES);
 
 /// Prompts of more pages in all than the pools hold.
 const SHAPE: Shape = Shape { groups: 8, group: 4, shared: 64, own: 64, new_tokens: 24 };
@@ -49,10 +50,10 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let address = server.address();
     let script = std::cell::RefCell::new(&mut script);
     let turns = side_by_side(
-        bench.rounds.at_most(5),
+        bench.rounds.longer(12).at_most(TURNS),
         || milliseconds(load.run(&address, CLIENTS, || script.borrow_mut().run(CHANGES, PAUSE)).0),
         || {
-            script.borrow_mut().rest();
+            // With what the last change left attached.
             milliseconds(load.run(&address, CLIENTS, || std::thread::sleep(PAUSE * CHANGES as u32)).0)
         },
     )?;

@@ -17,7 +17,7 @@ const CLIENTS: u64 = 16;
 /// Tokens of a prompt, no two of which begin alike.
 const PROMPT: usize = 32;
 /// Tokens of an answer.
-const ANSWER: usize = 96;
+const ANSWER: usize = 48;
 
 /// Adds the row.
 ///
@@ -32,7 +32,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     let on = launch().storage(&bench.scratch.join("tier")).start();
     let off = launch().set("cache.mode", "\"device\"").start();
     let (mut ours, mut theirs) = (0, 1_000_000);
-    let turns = side_by_side(bench.rounds, || rate(&on.address(), &mut ours), || rate(&off.address(), &mut theirs))?;
+    let turns =
+        side_by_side(bench.rounds.longer(6), || rate(&on.address(), &mut ours), || rate(&off.address(), &mut theirs))?;
     let stored = on.client().metrics().storage_pages("set", "ok");
     ensure!(stored > 0.0, "the engine with the tier has stored no page");
     report.add(Row::new(name, turns, Better::More, Goal::Ratio(0.97)))
