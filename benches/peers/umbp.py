@@ -19,8 +19,8 @@ allocator = umbp.UMBPHostMemAllocator()
 store = {}
 
 
-def open(medium, size, count, capacity, folder):
-    """A store of `capacity` bytes in memory or in a folder, for batches of `count` objects of `size` bytes."""
+def make(medium, size, count, slots, capacity, folder):
+    """A store of `capacity` bytes in memory or in a folder, for batches of `count` objects of `size` bytes, `slots` on their way to or from the disk."""
     config = umbp.UMBPConfig()
     config.dram.capacity_bytes = capacity
     config.ssd.enabled = medium == "ssd"
@@ -32,7 +32,7 @@ def open(medium, size, count, capacity, folder):
     if medium == "ssd":
         config.distributed.medium = umbp.UMBPMedium.SSD
         # Each object that is read keeps one for a while. By default there are 16, with which a batch does not go through at once.
-        config.distributed.ssd_staging_buffer_slots = 4 * count
+        config.distributed.ssd_staging_buffer_slots = slots
     client = umbp.UMBPClient(config)
     handle = allocator.alloc(size * count, umbp.UMBPHostBufferBacking.AnonymousShm)
     with memoryview((bytes_of(handle.ptr, size * count))).cast("B") as room:
@@ -66,25 +66,37 @@ def all_of(call, names):
         time.sleep(0.0005)
 
 
-def timed(call, first, calls):
-    """Seconds of so many calls; batch `first` and those after it."""
+def timed(call, batches):
+    """Seconds of a call for each batch."""
     count = len(store["sizes"])
-    batches = [["object-%08d-%04d" % (batch, i) for i in range(count)] for batch in range(first, first + calls)]
+    named = [["object-%08d-%04d" % (batch, i) for i in range(count)] for batch in batches]
     begin = time.perf_counter()
-    for names in batches:
+    for names in named:
         all_of(call, names)
     return time.perf_counter() - begin
 
 
 def put(first, calls):
-    return timed(store["client"].batch_put_from_ptr, first, calls)
+    return timed(store["client"].batch_put_from_ptr, range(first, first + calls))
 
 
-def get(first, calls):
-    return timed(store["client"].batch_get_into_ptr, first, calls)
+def get(batches):
+    """Seconds, and bytes that the disks gave meanwhile; null where the kernel does not say."""
+    before = bytes_read()
+    seconds = timed(store["client"].batch_get_into_ptr, batches)
+    after = bytes_read()
+    return [seconds, None if before is None or after is None else after - before]
 
 
-functions = {"open": open, "put": put, "get": get}
+def bytes_read():
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
+    except (OSError, StopIteration):
+        return None
+
+
+functions = {"open": make, "put": put, "get": get}
 for line in sys.stdin:
     name, *arguments = json.loads(line)
     try:

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::Bench;
 use crate::fio::{Direction, Job};
 use crate::row::{Better, Goal, Report, Row};
-use crate::sample::side_by_side;
+use crate::sample::{Rounds, Turns, side_by_side};
 use crate::store::load;
 use peer::{Peer, PlainCopy};
 
@@ -24,17 +24,40 @@ const BATCH: u64 = 32;
 struct Size {
     bytes: u64,
     name: &'static str,
-    /// Calls of one sample in memory, and on the disk.
-    calls: (u64, u64),
+    calls: Calls,
+    /// Objects that the real one has room for between its caller and its disk.
+    slots: u64,
     /// What is asked for beside the real one on the disk.
     goal: f64,
+    /// How many times more turns than elsewhere.
+    more: usize,
 }
 
+/// Calls of one sample.
+struct Calls {
+    memory: u64,
+    disk: u64,
+    /// Beside fio, which says how long it took in whole milliseconds.
+    fio: u64,
+}
+
+/// The real one keeps a slot of an object that was read for 30 to 200 ms, whatever its settings say, and is fastest when they do not run out. While it
+/// keeps it, it reads the object from there.
 const SIZES: [Size; 3] = [
-    Size { bytes: 64 << 10, name: "64 KiB", calls: (16, 8), goal: 3.0 },
-    Size { bytes: 1 << 20, name: "1 MiB", calls: (4, 4), goal: 1.0 },
-    Size { bytes: 4 << 20, name: "4 MiB", calls: (2, 2), goal: 1.0 },
+    Size {
+        bytes: 64 << 10,
+        name: "64 KiB",
+        calls: Calls { memory: 16, disk: 4, fio: 16 },
+        slots: 4096,
+        goal: 3.0,
+        more: 8,
+    },
+    Size { bytes: 1 << 20, name: "1 MiB", calls: Calls { memory: 2, disk: 2, fio: 4 }, slots: 512, goal: 1.0, more: 4 },
+    Size { bytes: 4 << 20, name: "4 MiB", calls: Calls { memory: 1, disk: 1, fio: 2 }, slots: 128, goal: 1.0, more: 4 },
 ];
+
+/// Slots with which small objects are read from the real one as well.
+const FEW_SLOTS: u64 = 4 * BATCH;
 
 /// Where objects are kept.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -67,13 +90,24 @@ impl Tier {
     }
 
     fn calls(self, size: &Size) -> u64 {
-        if self == Tier::Memory { size.calls.0 } else { size.calls.1 }
+        if self == Tier::Memory { size.calls.memory } else { size.calls.disk }
+    }
+
+    /// Batches that are got one after another, round and round. On the disk these are so many that the real one has none of them in its slots when its
+    /// turn comes.
+    fn kept(self, size: &Size) -> u64 {
+        if self == Tier::Memory { size.calls.memory } else { 2 * size.slots / BATCH }
     }
 
     /// Bytes of the store, of either side.
     fn capacity(self) -> u64 {
         if self == Tier::Memory { 3 << 30 } else { 16 << 30 }
     }
+}
+
+/// The row of small objects beside the real one with few slots.
+fn few_slots(size: &Size) -> String {
+    Tier::Disk.row("get", size, &format!("{REAL} with {FEW_SLOTS} slots"))
 }
 
 /// Adds the rows.
@@ -83,8 +117,12 @@ impl Tier {
 pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     for tier in [Tier::Memory, Tier::Disk] {
         for size in &SIZES {
-            let names = WAYS.map(|(_, way)| [tier.row(way, size, REAL), tier.row(way, size, tier.limit())]);
-            if names.iter().flatten().any(|name| bench.wants(name)) {
+            let mut names: Vec<String> =
+                WAYS.iter().flat_map(|(_, way)| [REAL, tier.limit()].map(|peer| tier.row(way, size, peer))).collect();
+            if tier == Tier::Disk && size.goal > 1.0 {
+                names.push(few_slots(size));
+            }
+            if names.iter().any(|name| bench.wants(name)) {
                 rows_of(bench, report, tier, size)?;
             }
         }
@@ -92,77 +130,101 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+fn folder_of(bench: &Bench, whose: &str, size: &Size) -> PathBuf {
+    bench.scratch.join(format!("umbp-{whose}-{}", size.bytes))
+}
+
 fn rows_of(bench: &Bench, report: &mut Report, tier: Tier, size: &Size) -> Result<()> {
-    let folder = |whose: &str| bench.scratch.join(format!("umbp-{whose}-{}", size.bytes));
-    let mut ours = Ours::new(tier, size, folder("ours"))?;
-    let real = WAYS.iter().any(|(_, way)| bench.wants(&tier.row(way, size, REAL)));
-    let mut peer =
-        if real { Some(Peer::start(tier == Tier::Disk, size.bytes, tier.capacity(), &folder("real"))?) } else { None };
-    let rounds = bench.rounds.times(if size.bytes < 1 << 20 { 2 } else { 1 });
+    let mut ours = Ours::new(tier, size, folder_of(bench, "ours", size))?;
+    let rounds = bench.rounds.times(size.more);
+    let real =
+        |slots| Peer::start(tier == Tier::Disk, size.bytes, slots, tier.capacity(), &folder_of(bench, "real", size));
+    let wanted = WAYS.iter().any(|(_, way)| bench.wants(&tier.row(way, size, REAL)));
+    let mut peer = if wanted { Some(real(size.slots)?) } else { None };
+    let goal = Goal::Ratio(if tier == Tier::Memory { 1.0 } else { size.goal });
     for (way, word) in WAYS {
         if way == Way::Get {
-            // Both read what was put last, whatever was measured before.
-            ours.put()?;
             ours.before_gets()?;
-            if let Some(Ok(peer)) = &mut peer {
-                peer.put(tier.calls(size))?;
-            }
         }
-        let name = tier.row(word, size, REAL);
-        match &mut peer {
-            Some(Err(reason)) if bench.wants(&name) => report.skip(&name, reason)?,
-            Some(Ok(peer)) if bench.wants(&name) => {
-                let calls = tier.calls(size);
-                let theirs = || {
-                    let seconds = if way == Way::Put { peer.put(calls)? } else { peer.get(calls)? };
-                    Ok(rate(size.bytes, calls, seconds))
-                };
-                let turns = side_by_side(rounds, || ours.rate(way), theirs)?;
-                let goal = Goal::Ratio(if tier == Tier::Memory { 1.0 } else { size.goal });
-                report.add(Row::new(name, turns, Better::More, goal))?;
-            }
-            _ => {}
-        }
+        beside_real(bench, report, tier.row(word, size, REAL), way, &mut ours, &mut peer, rounds, goal)?;
         let name = tier.row(word, size, tier.limit());
         if bench.wants(&name) {
-            let turns = match tier {
-                Tier::Memory => {
-                    let mut copy = PlainCopy::new(size.bytes, BATCH);
-                    let calls = tier.calls(size);
-                    let plain = || Ok(rate(size.bytes, calls, copy.run(way == Way::Put, calls)));
-                    side_by_side(rounds, || ours.rate(way), plain)?
-                }
-                Tier::Disk => {
-                    let (file, total) = (folder("fio"), size.bytes * BATCH * tier.calls(size));
-                    // It does the same: durable after each batch, and cold reads.
-                    let job = |direction| Job {
-                        direction,
-                        file: &file,
-                        block: size.bytes,
-                        total,
-                        depth: BATCH as u32,
-                        sync_every: BATCH as u32,
-                    };
-                    if way == Way::Get {
-                        job(Direction::Write).run()?;
-                    }
-                    let direction = if way == Way::Put { Direction::Write } else { Direction::Read };
-                    let measured = side_by_side(rounds, || ours.rate(way), || Ok(job(direction).run()? / 1e9))?;
-                    std::fs::remove_file(&file).with_context(|| format!("can't remove {}", file.display()))?;
-                    measured
-                }
+            let (turns, goal) = match tier {
+                Tier::Memory => (beside_a_copy(&mut ours, way, rounds)?, Goal::None),
+                Tier::Disk => (beside_fio(bench, &mut ours, size, way, rounds)?, Goal::Ratio(OF_FIO)),
             };
-            let goal = if tier == Tier::Memory { Goal::None } else { Goal::Ratio(OF_FIO) };
             report.add(Row::new(name, turns, Better::More, goal))?;
         }
+    }
+    let name = few_slots(size);
+    if tier == Tier::Disk && size.goal > 1.0 && bench.wants(&name) {
+        drop(peer.take());
+        let _ = std::fs::remove_dir_all(folder_of(bench, "real", size));
+        peer = Some(real(FEW_SLOTS)?);
+        beside_real(bench, report, name, Way::Get, &mut ours, &mut peer, rounds, Goal::None)?;
     }
     drop(peer);
     ours.end()?;
     for whose in ["ours", "real"] {
         // The next size needs the room.
-        let _ = std::fs::remove_dir_all(folder(whose));
+        let _ = std::fs::remove_dir_all(folder_of(bench, whose, size));
     }
     Ok(())
+}
+
+#[allow(clippy::too_many_arguments, reason = "what a row is made of")]
+fn beside_real(
+    bench: &Bench,
+    report: &mut Report,
+    name: String,
+    way: Way,
+    ours: &mut Ours,
+    peer: &mut Option<Result<Peer, String>>,
+    rounds: Rounds,
+    goal: Goal,
+) -> Result<()> {
+    let peer = match peer {
+        Some(Err(reason)) if bench.wants(&name) => return report.skip(&name, reason),
+        Some(Ok(peer)) if bench.wants(&name) => peer,
+        _ => return Ok(()),
+    };
+    let (bytes, calls, kept) = (ours.bytes, ours.calls, ours.kept);
+    if way == Way::Get {
+        peer.fill(kept)?;
+    }
+    let theirs = || {
+        let seconds = if way == Way::Put { peer.put(calls)? } else { peer.get(calls, kept)? };
+        Ok(rate(bytes, calls, seconds))
+    };
+    let turns = side_by_side(rounds, || ours.rate(way, calls), theirs)?;
+    let missing = [("this side", ours.not_read), ("the real UMBP", peer.not_read())];
+    match missing.into_iter().find(|(_, bytes)| *bytes > 0) {
+        Some((whose, bytes)) => {
+            report.skip(&name, &format!("{whose} read {bytes} bytes out of a cache and not from the disk"))
+        }
+        None => report.add(Row::new(name, turns, Better::More, goal)),
+    }
+}
+
+fn beside_a_copy(ours: &mut Ours, way: Way, rounds: Rounds) -> Result<Turns> {
+    let (bytes, calls) = (ours.bytes, ours.calls);
+    let mut copy = PlainCopy::new(bytes, BATCH);
+    side_by_side(rounds, || ours.rate(way, calls), || Ok(rate(bytes, calls, copy.run(way == Way::Put, calls))))
+}
+
+/// It does the same: durable after each batch, and cold reads.
+fn beside_fio(bench: &Bench, ours: &mut Ours, size: &Size, way: Way, rounds: Rounds) -> Result<Turns> {
+    let (file, calls) = (folder_of(bench, "fio", size), size.calls.fio);
+    let total = size.bytes * BATCH * calls;
+    let (depth, sync_every) = (BATCH as u32, BATCH as u32);
+    let job = |direction| Job { direction, file: &file, block: size.bytes, total, depth, sync_every };
+    if way == Way::Get {
+        job(Direction::Write).run()?;
+    }
+    let direction = if way == Way::Put { Direction::Write } else { Direction::Read };
+    let turns = side_by_side(rounds, || ours.rate(way, calls), || Ok(job(direction).run()? / 1e9))?;
+    std::fs::remove_file(&file).with_context(|| format!("can't remove {}", file.display()))?;
+    Ok(turns)
 }
 
 /// Bytes a second, in units of 10^9.
@@ -183,6 +245,12 @@ struct Ours {
     _host: MockHost,
     /// Batches that were put.
     put: u64,
+    /// How many of them are got, those that were put last.
+    kept: u64,
+    /// Gets so far, in batches.
+    got: u64,
+    /// Bytes that did not come from the disk although they lie there.
+    not_read: u64,
 }
 
 impl Ours {
@@ -199,6 +267,9 @@ impl Ours {
             pool,
             _host: host,
             put: 0,
+            kept: tier.kept(size),
+            got: 0,
+            not_read: 0,
         })
     }
 
@@ -223,9 +294,9 @@ impl Ours {
     }
 
     /// Seconds of putting new objects.
-    fn put(&mut self) -> Result<f64> {
-        let batches: Vec<_> = (self.put..self.put + self.calls).map(|batch| self.parts(batch)).collect();
-        self.put += self.calls;
+    fn put(&mut self, calls: u64) -> Result<f64> {
+        let batches: Vec<_> = (self.put..self.put + calls).map(|batch| self.parts(batch)).collect();
+        self.put += calls;
         let begin = Instant::now();
         for parts in &batches {
             let outcome = self.store()?.set(&Options::default(), parts);
@@ -234,24 +305,32 @@ impl Ours {
         Ok(begin.elapsed().as_secs_f64())
     }
 
-    /// Seconds of getting what was put last.
-    fn get(&mut self) -> Result<f64> {
-        let batches: Vec<_> = (self.put - self.calls..self.put).map(|batch| self.parts(batch)).collect();
+    /// Seconds of getting some of what was put last, each time others.
+    fn get(&mut self, calls: u64) -> Result<f64> {
+        let first = self.put - self.kept;
+        let batches: Vec<_> = (self.got..self.got + calls).map(|batch| self.parts(first + batch % self.kept)).collect();
+        self.got += calls;
+        let before = bytes_read();
         let begin = Instant::now();
         for parts in &batches {
             let outcome = self.store()?.get(&Options::default(), parts);
             ensure!(outcome.all_ok(), "not all objects came back: {outcome:?}");
         }
-        Ok(begin.elapsed().as_secs_f64())
+        let seconds = begin.elapsed().as_secs_f64();
+        if let (Tier::Disk, Some(before), Some(after)) = (self.tier, before, bytes_read()) {
+            self.not_read += (calls * BATCH * self.bytes).saturating_sub(after.saturating_sub(before));
+        }
+        Ok(seconds)
     }
 
-    fn rate(&mut self, way: Way) -> Result<f64> {
-        let seconds = if way == Way::Put { self.put()? } else { self.get()? };
-        Ok(rate(self.bytes, self.calls, seconds))
+    fn rate(&mut self, way: Way, calls: u64) -> Result<f64> {
+        let seconds = if way == Way::Put { self.put(calls)? } else { self.get(calls)? };
+        Ok(rate(self.bytes, calls, seconds))
     }
 
-    /// What lies on the disk is to be read from there: a new instance, whose memory is empty.
+    /// Puts what there is to be got. What lies on the disk is to be read from there: a new instance, whose memory is empty.
     fn before_gets(&mut self) -> Result<()> {
+        self.put(self.kept)?;
         if self.tier == Tier::Disk {
             self.end()?;
             let config = Ours::config(self.tier, self.bytes, &self.folder, false);
@@ -274,4 +353,10 @@ fn attach(config: &Value, pool: &MockPool) -> Result<(Instance, MockHost)> {
     let (table, host) = (load(&paths::umbp_plugin())?, MockHost::new());
     let store = host.attach(table, &config.to_string(), &identity("bench"), &[pool]);
     Ok((store.map_err(|error| anyhow!("can't attach the UMBP plugin: {error}"))?, host))
+}
+
+/// Bytes that the disks gave this process so far, as the kernel counts them; none where it does not say.
+fn bytes_read() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/io").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("read_bytes: "))?.parse().ok()
 }

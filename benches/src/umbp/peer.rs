@@ -4,9 +4,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use kvdock_tests::paths;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::BATCH;
 use crate::asked::Asked;
@@ -19,14 +19,20 @@ pub struct Peer {
     asked: Asked,
     /// Batches that were put.
     put: u64,
+    /// Batches that were got.
+    got: u64,
+    /// Objects of a batch, in bytes, where they are to come from the disk.
+    on_disk: Option<u64>,
+    not_read: u64,
 }
 
 impl Peer {
-    /// Starts one with so many bytes, in memory or in a folder; or says why there can be none here.
+    /// Starts one for objects of so many bytes, in memory or in a folder, with `slots` for what is on its way from or to the disk; or says why there can
+    /// be none here.
     ///
     /// # Errors
     /// When it is here and does not work.
-    pub fn start(disk: bool, bytes: u64, capacity: u64, folder: &Path) -> Result<Result<Peer, String>> {
+    pub fn start(disk: bool, bytes: u64, slots: u64, capacity: u64, folder: &Path) -> Result<Result<Peer, String>> {
         let (root, home) = (paths::workspace(), paths::workspace().join(format!(".cache/umbp-{RELEASE}")));
         // Libraries of it do not find their way through links.
         let Ok(home) = home.canonicalize() else { return Ok(Err(format!("the real UMBP {RELEASE} is not here"))) };
@@ -43,8 +49,8 @@ impl Peer {
             ]);
         let mut asked = Asked::start("the real UMBP", &mut command)?;
         let medium = if disk { "ssd" } else { "dram" };
-        match asked.ask(&json!(["open", medium, bytes, BATCH, capacity, folder])) {
-            Ok(_) => Ok(Ok(Peer { asked, put: 0 })),
+        match asked.ask(&json!(["open", medium, bytes, BATCH, slots, capacity, folder])) {
+            Ok(_) => Ok(Ok(Peer { asked, put: 0, got: 0, on_disk: disk.then_some(bytes * BATCH), not_read: 0 })),
             Err(error) => match asked.end()? {
                 Some(3) => Ok(Err("there is no CPython 3.12, for which the real UMBP client is made".to_owned())),
                 _ => Err(error),
@@ -62,12 +68,36 @@ impl Peer {
         self.asked.seconds(&json!(["put", first, calls]))
     }
 
-    /// Seconds of getting those that were put last.
+    /// Puts so many batches at least, those of before counted.
+    ///
+    /// # Errors
+    /// When it does not take them all.
+    pub fn fill(&mut self, batches: u64) -> Result<()> {
+        while self.put < batches {
+            self.put((batches - self.put).min(16))?;
+        }
+        Ok(())
+    }
+
+    /// Seconds of getting some of the `kept` batches that were put last, each time others.
     ///
     /// # Errors
     /// When it does not have them all.
-    pub fn get(&mut self, calls: u64) -> Result<f64> {
-        self.asked.seconds(&json!(["get", self.put.saturating_sub(calls), calls]))
+    pub fn get(&mut self, calls: u64, kept: u64) -> Result<f64> {
+        let first = self.put.saturating_sub(kept);
+        let batches: Vec<u64> = (self.got..self.got + calls).map(|batch| first + batch % kept.max(1)).collect();
+        self.got += calls;
+        let answer = self.asked.ask(&json!(["get", batches]))?;
+        let seconds = answer.get(0).and_then(Value::as_f64).context("the real UMBP answers with seconds")?;
+        if let (Some(bytes), Some(read)) = (self.on_disk, answer.get(1).and_then(Value::as_u64)) {
+            self.not_read += (bytes * calls).saturating_sub(read);
+        }
+        Ok(seconds)
+    }
+
+    /// Bytes that it did not get from the disk although they lie there.
+    pub fn not_read(&self) -> u64 {
+        self.not_read
     }
 }
 
