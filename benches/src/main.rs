@@ -142,8 +142,8 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
         .with_context(|| format!("can't create a folder in {}", below.display()))?;
     let quick = arguments.quick;
     let rounds = match quick {
-        true => Rounds { count: 50, budget: Duration::from_secs(4) },
-        false => Rounds { count: 200, budget: Duration::from_secs(20) },
+        true => Rounds { count: 50, budget: Duration::from_secs(2) },
+        false => Rounds { count: 200, budget: Duration::from_secs(10) },
     };
     let bench = Bench {
         model: arguments.model,
