@@ -66,7 +66,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         }
         Ok(start.elapsed().as_secs_f64() * 1e6 / CALLS as f64)
     };
-    let turns = side_by_side(bench.rounds.times(3), ours, peer)?;
+    let turns = side_by_side(bench.rounds.times(8), ours, peer)?;
     report.add(Row::new(name, turns, Better::Less, Goal::Ratio(3.0)))?;
     store.close().map_err(|error| anyhow!("can't close the file plugin: {error}"))
 }

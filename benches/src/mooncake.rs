@@ -17,7 +17,7 @@ use crate::store::load;
 const BATCH: u64 = 32;
 /// Sizes of an object, what the official client is to be beaten by, and how many times more rounds than elsewhere.
 const SIZES: [(u64, &str, f64, usize); 3] =
-    [(64 << 10, "64 KiB", 1.5, 4), (1 << 20, "1 MiB", 1.2, 2), (4 << 20, "4 MiB", 1.2, 1)];
+    [(64 << 10, "64 KiB", 1.5, 16), (1 << 20, "1 MiB", 1.2, 4), (4 << 20, "4 MiB", 1.2, 2)];
 /// Size of an object beside a plain copy, and what part of its rate is asked for.
 const LARGE: (u64, &str, f64) = (4 << 20, "4 MiB", 0.8);
 /// Keys of an exists call.
@@ -25,7 +25,7 @@ const KEYS: u64 = 128;
 /// Bytes of an object that are the host's seal.
 const SEAL: u64 = 512;
 /// Exists calls in one sample.
-const CALLS: usize = 50;
+const CALLS: usize = 10;
 
 /// Which way objects go.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -186,7 +186,7 @@ fn exists_row(
         Ok(begin.elapsed().as_secs_f64() / CALLS as f64 * 1e6)
     };
     let peer = || Ok(official.time_exists(&names, CALLS) / CALLS as f64 * 1e6);
-    let turns = side_by_side(bench.rounds.times(2), ours, peer)?;
+    let turns = side_by_side(bench.rounds.times(20), ours, peer)?;
     report.add(Row::new(name, turns, Better::Less, Goal::Ratio(1.0)))?;
     client.store.close().map_err(|error| anyhow!("{error}"))
 }

@@ -151,7 +151,7 @@ fn rows_of(bench: &Bench, report: &mut Report, tier: Tier, size: &Size) -> Resul
         if bench.wants(&name) {
             let (turns, goal) = match tier {
                 Tier::Memory => (beside_a_copy(&mut ours, way, rounds)?, Goal::None),
-                Tier::Disk => (beside_fio(bench, &mut ours, size, way, rounds)?, Goal::Ratio(OF_FIO)),
+                Tier::Disk => (beside_fio(bench, &mut ours, size, way, rounds.longer(2))?, Goal::Ratio(OF_FIO)),
             };
             report.add(Row::new(name, turns, Better::More, goal))?;
         }
