@@ -7,6 +7,7 @@ mod asked;
 mod boundary;
 mod break_even;
 mod burst;
+mod caller;
 mod canvas;
 mod compute;
 mod disk;
