@@ -69,7 +69,8 @@ fn is_whole(answer: &[u8]) -> Result<bool> {
     let head = std::str::from_utf8(head).context("the head of an answer is no text")?;
     let mut lines = head.lines();
     let status = lines.next().unwrap_or_default();
-    let length = lines.filter_map(|line| line.split_once(':')).find(|(name, _)| name.eq_ignore_ascii_case("content-length"));
+    let length =
+        lines.filter_map(|line| line.split_once(':')).find(|(name, _)| name.eq_ignore_ascii_case("content-length"));
     let Some((_, length)) = length else { bail!("an answer without a length: {head}") };
     let length: usize = length.trim().parse().with_context(|| format!("the length of an answer: {head}"))?;
     if body.len() < length {

@@ -266,6 +266,11 @@ impl Over {
     }
 }
 
+/// The letter that a client asks about.
+fn letter(client: usize) -> char {
+    char::from(b'a' + (client % 26) as u8)
+}
+
 /// Has clients ask until they have asked so often together.
 fn ask_all(address: SocketAddr, requests: usize, moments: Moments) -> Result<Asked> {
     let (ready, taken, over) = (Barrier::new(CLIENTS), AtomicUsize::new(0), Over::default());
@@ -280,7 +285,9 @@ fn ask_all(address: SocketAddr, requests: usize, moments: Moments) -> Result<Ask
                     let mut http = connected?;
                     let mut spans = Vec::new();
                     for number in 0.. {
-                        let text = format!("Name {} things that begin with the letter {}.", number + 2, client % 26);
+                        // Never the same twice: neither tokenizer nor cache knows it.
+                        let number = number * CLIENTS + client;
+                        let text = format!("Name {} things that begin with the letter {}.", number + 2, letter(client));
                         let request = Prepared::post(
                             "/v1/chat/completions",
                             &json!({

@@ -140,7 +140,7 @@ impl EngineHandle {
         }
         let key = self.shared.next_key.fetch_add(1, Ordering::Relaxed);
         let (events, receiver) = mpsc::unbounded_channel();
-        let stream = RequestStream::new(request.id.clone(), key, receiver, self.commands.clone());
+        let stream = RequestStream::new(request.id.clone(), key, request.n, receiver, self.commands.clone());
         let seed = request.sampling.seed.unwrap_or_else(random_seed);
         let id = request.id.clone();
         let submission = Submission { key, request, seed, events, submitted: Instant::now() };

@@ -145,6 +145,11 @@ impl Fields {
         Err(ApiError::field(self.path(name), format!("takes {wanted}; found {}", show(value))))
     }
 
+    /// Whether all fields have been taken.
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
     /// Whether `name` is there and not null.
     pub fn has(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(|value| !value.is_null())

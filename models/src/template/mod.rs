@@ -24,6 +24,7 @@ pub struct ChatTemplate {
     /// Where the template came from, for messages.
     origin: String,
     source: String,
+    knows_developer: bool,
     bos_token: String,
     eos_token: String,
 }
@@ -58,7 +59,10 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, tags::without_generation_marks(&source))
             .map_err(|error| template_error(&origin, &error))?;
-        Ok(Self { environment, origin, source, bos_token: bos_token.into(), eos_token: eos_token.into() })
+        // Asked with every request, and some templates are long.
+        let knows_developer = source.contains("developer");
+        let (bos_token, eos_token) = (bos_token.into(), eos_token.into());
+        Ok(Self { environment, origin, source, knows_developer, bos_token, eos_token })
     }
 
     /// Renders a conversation. `messages` is the array of the request, each message an object with `role` and
@@ -91,6 +95,11 @@ impl ChatTemplate {
     /// The template's source.
     pub fn source(&self) -> &str {
         &self.source
+    }
+
+    /// Whether the template has a word for the role `developer`.
+    pub fn knows_developer(&self) -> bool {
+        self.knows_developer
     }
 
     /// Where the template came from.

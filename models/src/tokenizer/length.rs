@@ -58,7 +58,7 @@ fn shrink_of(normalizer: &Value, depth: usize) -> Option<usize> {
 }
 
 /// Whether a pre-tokenizer only cuts a text and drops nothing of it.
-fn keeps_all(step: &Value, depth: usize) -> bool {
+pub(super) fn keeps_all(step: &Value, depth: usize) -> bool {
     match step.get("type").and_then(Value::as_str) {
         None => step.is_null(),
         Some("ByteLevel" | "Digits") => true,

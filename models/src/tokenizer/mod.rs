@@ -8,6 +8,7 @@ mod bytes;
 mod from_gguf;
 mod from_hf;
 mod length;
+mod pieces;
 mod pre;
 mod stream;
 
@@ -32,6 +33,8 @@ pub struct Tokenizer {
     eos: Option<u32>,
     /// How few tokens a text can have, where that can be said without tokenizing it.
     bound: std::sync::OnceLock<Option<length::Bound>>,
+    /// Parts of texts that were tokenized before, where a text may be taken apart.
+    pieces: std::sync::OnceLock<Option<pieces::Pieces>>,
 }
 
 /// The ids a checkpoint gives to tokens with a meaning.
@@ -72,6 +75,7 @@ impl Tokenizer {
             bos: named.bos,
             eos: named.eos,
             bound: std::sync::OnceLock::new(),
+            pieces: std::sync::OnceLock::new(),
         })
     }
 
@@ -82,15 +86,21 @@ impl Tokenizer {
     /// # Errors
     /// When the pre-tokenizer or the vocabulary cannot take the text.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special)
-            .map_err(|error| ModelError::Tokenizer(format!("cannot encode the text: {error}")))?;
-        let ids = encoding.get_ids();
-        if !add_special {
-            return Ok(ids.to_vec());
+        if add_special {
+            let ids = self.encode_whole(text, true)?;
+            return Ok([self.before.as_slice(), &ids, self.after.as_slice()].concat());
         }
-        Ok([self.before.as_slice(), ids, self.after.as_slice()].concat())
+        let plain = |text: &str| self.encode_whole(text, false);
+        match self.pieces.get_or_init(|| pieces::Pieces::of(&self.inner)) {
+            Some(pieces) => pieces.encode(text, plain),
+            None => plain(text),
+        }
+    }
+
+    fn encode_whole(&self, text: &str, add_special: bool) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode_fast(text, add_special);
+        let encoding = encoding.map_err(|error| ModelError::Tokenizer(format!("cannot encode the text: {error}")))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// A lower bound of the tokens that `text` has, without special tokens around it: its bytes over those of the longest token. Costs one

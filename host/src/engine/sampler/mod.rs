@@ -112,17 +112,18 @@ fn argmax(row: &[f32]) -> Result<(u32, f32), SampleError> {
 /// The largest of a block, and whether all of it are numbers.
 fn largest(block: &[f32]) -> (f32, bool) {
     let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut strange = [false; LANES];
+    // As wide as what is compared: masks of another width would have to be packed.
+    let mut strange = [0u32; LANES];
     let mut take = |part: &[f32]| {
         for ((lane, strange), &logit) in lanes.iter_mut().zip(&mut strange).zip(part) {
             *lane = if logit > *lane { logit } else { *lane };
-            *strange |= logit.is_nan();
+            *strange |= u32::from(logit.is_nan());
         }
     };
     let (parts, rest) = block.as_chunks::<LANES>();
     parts.iter().for_each(|part| take(part));
     take(rest);
-    (lanes.into_iter().fold(f32::NEG_INFINITY, f32::max), !strange.contains(&true))
+    (lanes.into_iter().fold(f32::NEG_INFINITY, f32::max), strange.iter().all(|lane| *lane == 0))
 }
 
 #[cfg(test)]

@@ -36,7 +36,6 @@ impl Scheduler {
             let tail = sequence.text.finish();
             sequence.pending.text.push_str(&tail);
         }
-        sequence.flush_pending();
         self.count_end(&sequence, &reason);
         trace(&sequence, &reason);
         let group = Arc::clone(&sequence.group);
@@ -51,6 +50,8 @@ impl Scheduler {
         }
         self.parts.shared.in_flight.fetch_sub(1, Ordering::AcqRel);
         sequence.reported = true;
+        // Together with the end, so that whoever waits for both is woken once.
+        sequence.flush_pending();
         group.send(Event::Finished {
             index: sequence.index,
             reason,

@@ -138,8 +138,7 @@ pub(in crate::server) fn tokenize_chat(
     let Some(template) = &served.template else {
         return Err(ApiError::bad_request("this model has no chat template; use /v1/completions or /generate"));
     };
-    let knows_developer = template.source().contains("developer");
-    let messages = messages::normalise(conversation, knows_developer)?;
+    let messages = messages::normalise(conversation, template.knows_developer())?;
     let text = template.render(&messages, true, variables).map_err(|error| match error {
         // The template's own words: it refuses this conversation.
         ModelError::Template { reason, .. } => {

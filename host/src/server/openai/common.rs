@@ -163,6 +163,9 @@ pub(super) fn finish(
     own: &[Unserved],
     unknown: &super::super::fields::UnknownFields,
 ) -> Result<(), ApiError> {
+    if fields.is_empty() {
+        return Ok(());
+    }
     let all: Vec<Unserved> = own.iter().chain(UNSERVED).chain(sampling::UNSERVED_SAMPLING).copied().collect();
     fields.finish(&all, unknown)
 }
