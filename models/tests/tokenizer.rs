@@ -40,6 +40,31 @@ fn reference_vectors_encode_and_decode() {
     }
 }
 
+/// This model puts no token around a text, so with them it is tokenized as a whole, and without them in parts that are kept.
+#[test]
+fn parts_of_a_text_have_the_tokens_of_the_whole() {
+    let tokenizer = smollm2();
+    assert!(tokenizer.encode("", true).unwrap().is_empty());
+    let special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>"];
+    let parts = ["", " ", "\n", "user\nHi", " Hi ", "é", "<|im_", "im_end|>", "|>", "12 3", "'s"];
+    let all: Vec<&str> = special.into_iter().chain(parts).collect();
+    // The second time all parts have been met before.
+    for _ in 0..2 {
+        for first in &all {
+            for second in &all {
+                for third in &all {
+                    let text = [*first, *second, *third].concat();
+                    assert_eq!(
+                        tokenizer.encode(&text, false).unwrap(),
+                        tokenizer.encode(&text, true).unwrap(),
+                        "{text:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn special_tokens_are_left_out_when_asked() {
     let tokenizer = smollm2();
