@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
 
 use memchr::memmem;
 use object::{Object, ObjectSection};
@@ -41,9 +43,16 @@ impl Broken {
     /// # Panics
     /// When it is not built.
     pub fn new() -> Self {
-        let mut bytes = std::fs::read(paths::broken_plugin()).unwrap();
-        wipe_debug_sections(&mut bytes);
-        Self { bytes, name: "broken".to_owned() }
+        static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
+        let bytes = BYTES.get_or_init(|| {
+            let built = paths::broken_plugin();
+            stripped(&built).unwrap_or_else(|| {
+                let mut bytes = std::fs::read(&built).unwrap();
+                wipe_debug_sections(&mut bytes);
+                bytes
+            })
+        });
+        Self { bytes: bytes.clone(), name: "broken".to_owned() }
     }
 
     /// Every fault that can be planted.
@@ -166,7 +175,15 @@ fn write_sparse(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Wipes what only debuggers read, which is most of the file: a test that plants ten faults would take half a gigabyte of disk.
+/// The file without what only debuggers read, which is nearly all of it: a host reads each plugin whole. None where there is no `strip`.
+fn stripped(file: &Path) -> Option<Vec<u8>> {
+    let folder = tempfile::tempdir().ok()?;
+    let out = folder.path().join("stripped.so");
+    let done = Command::new("strip").arg("--strip-debug").arg("-o").arg(&out).arg(file).output().ok()?;
+    std::fs::read(out).ok().filter(|_| done.status.success())
+}
+
+/// Wipes what only debuggers read: a test that plants ten faults would take half a gigabyte of disk.
 fn wipe_debug_sections(bytes: &mut [u8]) {
     let ranges: Vec<(u64, u64)> = {
         let file = object::File::parse(&*bytes).unwrap();
