@@ -3,7 +3,9 @@
 //! A forward step has hundreds of parallel loops of 10 to 1000 µs each. So a worker that runs
 //! out of work spins for a while before it sleeps, and a caller never waits for a worker that
 //! has not started on its loop: tasks are taken one by one from a counter, the caller takes
-//! them too, and a worker that comes late finds the loop closed.
+//! them too, and a worker that comes late finds the loop closed. Where tasks read one stream of
+//! memory, each thread has a run of them of its own ([`ThreadPool::run_streams`]), so that what
+//! it fetches ahead is what it comes to next; who ends early takes from the others' runs.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -20,12 +22,27 @@ use crate::error::KernelError;
 /// How long a worker without work spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
 
-/// The loop that is open now: how many tasks, and what to do for each.
+/// Runs that the tasks of a loop are cut into at most: each has a counter to be set anew for each loop.
+const MOST_RUNS: usize = 16;
+
+/// The loop that is open now: how many tasks in how many runs, and what to do for each.
 #[derive(Clone, Copy)]
 struct Loop {
     body: *const (dyn Fn(usize) + Sync),
     tasks: usize,
+    runs: usize,
 }
+
+impl Loop {
+    /// Where run `run` begins; it ends where the next begins.
+    fn begin(&self, run: usize) -> usize {
+        (self.tasks / self.runs) * run + run.min(self.tasks % self.runs)
+    }
+}
+
+/// The next task of a run, on a cache line of its own.
+#[repr(align(128))]
+struct Next(AtomicUsize);
 
 struct Shared {
     /// Number of the loop in the high bits, [`CLOSED`], and the number of workers inside.
@@ -33,7 +50,8 @@ struct Shared {
     /// Written only while the state is closed and no worker is inside; read only by workers
     /// that have entered.
     current: UnsafeCell<Option<Loop>>,
-    next_task: AtomicUsize,
+    /// Of each run; at or beyond its end if none is left.
+    next: Box<[Next]>,
     stop: AtomicBool,
     failure: Mutex<Option<String>>,
     asleep: Box<[AtomicBool]>,
@@ -65,7 +83,7 @@ impl ThreadPool {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(CLOSED),
             current: UnsafeCell::new(None),
-            next_task: AtomicUsize::new(0),
+            next: (0..threads.clamp(1, MOST_RUNS)).map(|_| Next(AtomicUsize::new(0))).collect(),
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
             asleep: (0..count).map(|_| AtomicBool::new(false)).collect(),
@@ -96,6 +114,26 @@ impl ThreadPool {
     /// when all are done. A panic in a task becomes an error; other tasks may then be left out. Must
     /// not be called from a task.
     pub(super) fn run(&self, op: &'static str, tasks: usize, body: &(dyn Fn(usize) + Sync)) -> Result<(), KernelError> {
+        self.run_in(1, op, tasks, body)
+    }
+
+    /// As [`Self::run`], for tasks that read memory one after another: each thread begins with a run of neighbours.
+    pub(super) fn run_streams(
+        &self,
+        op: &'static str,
+        tasks: usize,
+        body: &(dyn Fn(usize) + Sync),
+    ) -> Result<(), KernelError> {
+        self.run_in(self.shared.next.len(), op, tasks, body)
+    }
+
+    fn run_in(
+        &self,
+        runs: usize,
+        op: &'static str,
+        tasks: usize,
+        body: &(dyn Fn(usize) + Sync),
+    ) -> Result<(), KernelError> {
         let failed = |reason: String| KernelError::Worker { op, reason };
         if self.workers.is_empty() || tasks <= 1 {
             return catch_unwind(AssertUnwindSafe(|| (0..tasks).for_each(body)))
@@ -109,10 +147,13 @@ impl ThreadPool {
         // inside the loop only, and all have left before this function returns.
         let body: *const (dyn Fn(usize) + Sync) =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body) };
+        let job = Loop { body, tasks, runs };
         // SAFETY: the state is closed and no worker is inside: the loop before this one ended
         // so, and `turn` keeps other callers away.
-        unsafe { *shared.current.get() = Some(Loop { body, tasks }) };
-        shared.next_task.store(0, Ordering::Relaxed);
+        unsafe { *shared.current.get() = Some(job) };
+        for (run, next) in shared.next[..runs].iter().enumerate() {
+            next.0.store(job.begin(run), Ordering::Relaxed);
+        }
         // SeqCst with the load of `asleep` below: either this thread sees that a worker sleeps,
         // or the worker sees the new loop before it falls asleep.
         shared.state.store(*turn, Ordering::SeqCst);
@@ -122,7 +163,7 @@ impl ThreadPool {
             }
         }
 
-        shared.take_tasks(Loop { body, tasks });
+        shared.take_tasks(job, 0);
 
         shared.state.fetch_or(CLOSED, Ordering::AcqRel);
         let mut spins = 0u32;
@@ -155,21 +196,26 @@ impl Drop for ThreadPool {
 }
 
 impl Shared {
-    /// Takes and does tasks until none is left.
-    fn take_tasks(&self, job: Loop) {
+    /// Takes and does tasks until none is left, those of the thread's own run first.
+    fn take_tasks(&self, job: Loop, thread: usize) {
         let done = catch_unwind(AssertUnwindSafe(|| {
-            loop {
-                let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-                if task >= job.tasks {
-                    break;
+            for run in (0..job.runs).map(|step| (thread + step) % job.runs) {
+                let (next, end) = (&self.next[run].0, job.begin(run + 1));
+                while next.load(Ordering::Relaxed) < end {
+                    let task = next.fetch_add(1, Ordering::Relaxed);
+                    if task >= end {
+                        break;
+                    }
+                    // SAFETY: the caller of `run` keeps the body alive until all threads have left.
+                    unsafe { (*job.body)(task) };
                 }
-                // SAFETY: the caller of `run` keeps the body alive until all threads have left.
-                unsafe { (*job.body)(task) };
             }
         }));
         if let Err(panic) = done {
             // Nobody needs the rest of the tasks.
-            self.next_task.store(job.tasks, Ordering::Relaxed);
+            for next in &self.next[..job.runs] {
+                next.0.store(job.tasks, Ordering::Relaxed);
+            }
             *self.failure.lock() = Some(message(&*panic));
         }
     }
@@ -198,7 +244,7 @@ fn work(shared: &Shared, index: usize) {
         if let Some(number) = shared.enter(seen) {
             // SAFETY: this worker is inside, so `current` is not written.
             if let Some(job) = unsafe { *shared.current.get() } {
-                shared.take_tasks(job);
+                shared.take_tasks(job, index + 1);
             }
             shared.state.fetch_sub(1, Ordering::AcqRel);
             seen = number;
@@ -242,11 +288,16 @@ mod tests {
         })
         .unwrap();
         assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+        pool.run_streams("test", tasks, &|i| {
+            counts[i].fetch_add(1, Ordering::Relaxed);
+        })
+        .unwrap();
+        assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 2));
     }
 
     #[test]
     fn every_task_runs_once() {
-        for threads in [1, 2, 3, 8] {
+        for threads in [1, 2, 3, 8, MOST_RUNS + 1] {
             let pool = ThreadPool::new(threads).unwrap();
             assert_eq!(pool.threads(), threads);
             for round in 0..2000 {
@@ -285,6 +336,8 @@ mod tests {
         for threads in [1, 3] {
             let pool = ThreadPool::new(threads).unwrap();
             let e = pool.run("test", 100, &|i| assert_ne!(i, 37, "task {i}")).unwrap_err();
+            assert!(e.to_string().contains("task 37"), "{e}");
+            let e = pool.run_streams("test", 100, &|i| assert_ne!(i, 37, "task {i}")).unwrap_err();
             assert!(e.to_string().contains("task 37"), "{e}");
             each_task_once(&pool, 100);
         }

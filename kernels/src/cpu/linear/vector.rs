@@ -40,7 +40,7 @@ pub(super) fn run(
             tasks.push(Task { target, first, count });
         }
     }
-    pool.run("linear", tasks.len(), &|index| {
+    pool.run_streams("linear", tasks.len(), &|index| {
         let task = &tasks[index];
         let target = &targets[task.target];
         with_float_format!(target.weight.format, T => machine.run(Vector::<T> {

@@ -12,8 +12,9 @@ use crate::error::KernelError;
 /// Rows that share unpacked weights.
 pub(super) const MAX_ROWS: usize = 4;
 
-/// Bytes of a tile's stream to fetch ahead of use.
-const AHEAD: usize = 1024;
+/// Bytes of a thread's stream to fetch ahead of use: some 13 blocks, as long as the last cache takes to answer while its neighbours ask it, too.
+/// A tile is often shorter; what follows it is the thread's next tile.
+const AHEAD: usize = 4096;
 
 pub(super) fn run(
     machine: Machine,
@@ -23,7 +24,7 @@ pub(super) fn run(
     targets: &[Target<'_>],
     tasks: &[Task],
 ) -> Result<(), KernelError> {
-    pool.run("linear", tasks.len(), &|index| {
+    pool.run_streams("linear", tasks.len(), &|index| {
         let task = &tasks[index];
         let target = &targets[task.target];
         with_nibble_format!(target.weight.format, T => machine.run_on_bytes(Few::<T> {
