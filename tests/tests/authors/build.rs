@@ -21,9 +21,11 @@ pub fn cargo(krate: &Path, arguments: &[&str]) -> Output {
         .current_dir(krate)
         .env("CARGO_TARGET_DIR", target())
         .env("CARGO_TERM_COLOR", "never")
-        // What is built here is run for a moment: it has to be built quickly.
+        // What is built here is run for a moment: it has to be built quickly, and once for the library and the tests.
         .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "0")
-        .env("CARGO_PROFILE_DEV_DEBUG", "0")
+        .env("CARGO_PROFILE_RELEASE_DEBUG", "0")
+        .env("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true")
+        .env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true")
         .args(arguments)
         .output()
         .unwrap_or_else(|error| panic!("cargo: {error}"));

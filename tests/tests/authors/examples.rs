@@ -18,12 +18,14 @@ fn passes(file: &Path) {
 
 #[test]
 fn the_example_on_redb_passes_its_tests_and_the_check() {
-    cargo(&example("redb"), &["test"]);
+    cargo(&example("redb"), &["test", "--release"]);
     passes(&library(&example("redb"), "libkvdock_plugin_redb.so").file);
 }
 
 #[test]
 fn the_small_example_in_rust_passes_the_check() {
+    // As it is in the tree, with the versions that it locks.
+    cargo(&example("rust-minimal"), &["build", "--release", "--lib", "--locked"]);
     passes(&library(&example("rust-minimal"), "libkvdock_rust_minimal.so").file);
 }
 

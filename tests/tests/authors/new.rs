@@ -23,7 +23,7 @@ fn a_new_plugin_builds_passes_its_tests_and_the_check_and_serves() {
     std::fs::copy(paths::workspace().join("Cargo.lock"), dir.join("Cargo.lock")).unwrap();
 
     let plugin = library(&dir, "libkvdock_plugin_my_store.so");
-    cargo(&dir, &["test"]);
+    cargo(&dir, &["test", "--release"]);
     let checked = kvdock_plugin(&["check", argument(&plugin.file)]);
     assert!(checked.status.success(), "{}", text(&checked));
 
