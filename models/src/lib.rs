@@ -9,6 +9,7 @@ mod checkpoint;
 mod digest;
 mod error;
 pub mod families;
+pub mod files;
 mod forward;
 pub mod gguf;
 pub mod hf;

@@ -1,6 +1,5 @@
 //! From a path to a model that is ready to run.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use crate::checkpoint::Checkpoint;
 use crate::digest::{Digests, Progress};
 use crate::families::blocks::share::Share;
 use crate::families::{self, Build, Parts};
+use crate::files::{open_regular, read_regular};
 use crate::gguf::Gguf;
 use crate::hf::HfFolder;
 use crate::ranks::{Groups, RankedModel};
@@ -173,8 +173,7 @@ fn load_folder(path: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, Mo
     let template = folder.template()?;
     let mut listed = folder.token_ids("eos_token_id")?;
     listed.extend(tokenizer.eos());
-    let config = std::fs::read(folder.config().path())
-        .map_err(|source| ModelError::Io { path: folder.config().path().to_path_buf(), source })?;
+    let config = read(folder.config().path())?;
     let mut files = vec![config.as_slice()];
     files.extend(folder.weight_files().map(|(_, bytes)| bytes));
     let identity = Identity {
@@ -303,10 +302,26 @@ fn finish(
     Ok(LoadedModel { model, tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
 }
 
+/// Most bytes of a file beside the weights: a configuration, a tokenizer, an index.
+const MOST_BESIDE: u64 = 256 << 20;
+
+/// Reads a file beside the weights.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
+    read_regular(path, MOST_BESIDE).map_err(|source| ModelError::Io { path: path.to_path_buf(), source })
+}
+
+/// As [`read`]; none where there is no such file.
+pub(crate) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, ModelError> {
+    match read(path) {
+        Err(ModelError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
 /// Maps a file for reading. An empty file gives an error, as it can be no checkpoint.
 pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
     let io = |source| ModelError::Io { path: path.to_path_buf(), source };
-    let file = File::open(path).map_err(io)?;
+    let file = open_regular(path).map_err(io)?;
     if file.metadata().map_err(io)?.len() == 0 {
         return Err(ModelError::Damaged { path: path.to_path_buf(), what: "the file is empty".to_owned() });
     }

@@ -66,7 +66,7 @@ fn check_backends(config: &Config) -> Vec<String> {
             ));
         }
         table.check_key_scheme(schema, config.cache.layout(), super::start::alike(config))?;
-        validate(backend, schema, &table.for_schema(schema)).map(drop)
+        validate(backend, schema, &table.for_schema(schema)?).map(drop)
     };
     config.storage.selected().into_iter().filter_map(|backend| check(backend).err()).collect()
 }

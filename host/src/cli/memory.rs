@@ -181,10 +181,10 @@ pub(super) fn numerics(spec: &ModelSpec, dtype: KvDtype, page_tokens: usize) -> 
     format!("{} pools={hex}", spec.numerics_id)
 }
 
-/// Whether all ranks hold the same bytes of everything that storage keeps.
+/// Whether all ranks hold the same bytes of everything that storage keeps. It says what the pages are: also of a rank that has no others.
 pub(super) fn replicated(spec: &ModelSpec) -> bool {
     let mut kept = spec.pools.iter().filter(|pool| pool.hit != HitPolicy::Nothing && pool.has_buffer());
-    spec.ranks > 1 && kept.all(PoolDecl::replicated)
+    kept.all(PoolDecl::replicated)
 }
 
 #[cfg(test)]

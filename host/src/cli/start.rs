@@ -146,10 +146,13 @@ pub(super) fn start(config: &Config, began: Instant) -> Result<Running, String> 
 
 /// Whether all ranks hold the same bytes in the pool of all tokens, as far as the model's header says it.
 pub(super) fn alike(config: &Config) -> bool {
-    let ranks = config.engine.tp_size as usize;
-    let path = config.model.path.as_ref().filter(|_| ranks > 1);
+    let ranks = config.engine.tp_size.max(1) as usize;
     // What is wrong with the header is said elsewhere.
-    path.is_some_and(|path| kvdock_models::check_header(path, ranks).is_ok_and(|header| header.latents))
+    config
+        .model
+        .path
+        .as_ref()
+        .is_some_and(|path| kvdock_models::check_header(path, ranks).is_ok_and(|header| header.latents))
 }
 
 /// Refuses backends that have no names for pages of the host's layout, before anything is loaded or registered. What else is wrong with a
@@ -334,14 +337,15 @@ mod tests {
         assert!(refused(&["engine.tp_size=2", "engine.device=cuda"]).starts_with("engine.tp_size = 2: "));
     }
 
-    /// Layouts that a backend has no names for were refused when the pools were registered, where all ranks hold the same bytes.
+    /// Layouts that a backend has no names for were refused when the pools were registered, where all ranks hold the same bytes, and with one rank
+    /// latents had no names in any layout.
     #[test]
     fn the_header_says_whether_all_ranks_hold_the_same() {
         let folder = tempfile::tempdir().unwrap();
         for (name, latents) in [("glm_dsa", true), ("deepseek_v32", true), ("qwen3_moe", false), ("dsv4", false)] {
             let model = folder.path().join(name);
             kvdock_models::testing::Fixture::new(name).unwrap().write(&model).unwrap();
-            for (ranks, expected) in [(1, false), (2, latents)] {
+            for (ranks, expected) in [(1, latents), (2, latents)] {
                 let set = [format!("engine.tp_size={ranks}"), format!("model.path={:?}", model.display())];
                 let sources = crate::config::Sources { set: set.into(), ..Default::default() };
                 let config = crate::config::load(&sources).unwrap().config;

@@ -51,7 +51,7 @@ pub(crate) const KEYS: &[Key] = &[
         "Seconds that running requests get to finish on SIGTERM or SIGINT. What they leave of it is the most that the drains of storage backends take then.",
     ),
     key("server.max_body", Kind::Size(1024), "\"64MiB\"", "Largest request body."),
-    unset("model.path", Kind::Text, "A GGUF file or a Hugging Face folder. `kvdock serve` needs it."),
+    unset("model.path", Kind::Path, "A GGUF file or a Hugging Face folder. `kvdock serve` needs it."),
     unset("model.name", Kind::Text, "Name that clients use. Unset: the name of the file or folder."),
     key(
         "engine.device",

@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use toml::Value;
 
 use super::error::{ConfigError, ConfigErrors, Origin};
+use super::file;
 use super::keys::{self, KEYS};
+use super::name::check_name;
 use super::settings::Config;
 use super::source::{self, Leaf, Leaves, join};
 use super::storage::BackendTable;
@@ -52,14 +54,7 @@ pub fn load(sources: &Sources) -> Result<Loaded, ConfigErrors> {
     if let Some(file) = &sources.file {
         let name = file.display().to_string();
         let origin = Origin::File { path: name.clone(), line: None };
-        let text = std::fs::read(file)
-            .map_err(|error| ConfigError::new(&origin, format!("can't be read: {error}")))
-            .and_then(|bytes| {
-                String::from_utf8(bytes).map_err(|error| {
-                    let at = error.utf8_error().valid_up_to();
-                    ConfigError::new(&origin, format!("is not UTF-8 at byte {at}"))
-                })
-            });
+        let text = file::text(file, file::PATIENCE).map_err(|message| ConfigError::new(&origin, message));
         match text.and_then(|text| source::from_file(&name, &text)) {
             Ok(over) => leaves.overlay(over),
             Err(error) => errors.push(error),
@@ -135,11 +130,13 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
         }
     };
     for name in backends {
-        if !is_backend_name(&name) {
-            errors.push(ConfigError::new(
-                &Origin::Default,
-                format!("storage.{}: {BACKEND_NAME_TAKES}", join(std::slice::from_ref(&name))),
-            ));
+        if let Err(wrong) = check_name(&name) {
+            let is_of_it = |path: &source::Path| {
+                path.first().is_some_and(|section| section == "storage") && path.get(1) == Some(&name)
+            };
+            let origin =
+                leaves.iter().find(|(path, _)| is_of_it(path)).map_or(&Origin::Default, |(_, leaf)| &leaf.origin);
+            errors.push(ConfigError::new(origin, format!("the name of a backend's table [storage.NAME]: {wrong}")));
             continue;
         }
         let table = BackendTable::read(&name, leaves, errors);
@@ -147,13 +144,6 @@ fn check(leaves: &Leaves, errors: &mut Vec<ConfigError>) -> Option<Config> {
     }
     across(&mut config, leaves, errors);
     Some(config)
-}
-
-const BACKEND_NAME_TAKES: &str = "a backend's name takes lower-case letters, digits, \"_\" and \"-\"";
-
-fn is_backend_name(name: &str) -> bool {
-    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-');
-    !name.is_empty() && name.bytes().all(plain)
 }
 
 /// A line for each backend's table with keys that no list of backends names: it does nothing until the backend is attached by a request.
@@ -220,8 +210,8 @@ fn across(config: &mut Config, leaves: &Leaves, errors: &mut Vec<ConfigError>) {
         .filter_map(|(key, name)| Some((key, name.as_ref()?)))
         .chain(config.storage.backends.iter().map(|name| ("storage.backends", name)))
     {
-        if !is_backend_name(name) {
-            wrong(key, format!("names {name:?}: {BACKEND_NAME_TAKES}"));
+        if let Err(why) = check_name(name) {
+            wrong(key, format!("names a backend: {why}"));
         } else if keys::find(&format!("storage.{name}")).is_some() {
             wrong(key, format!("names {name:?}, which is a key of [storage]: no table could configure it"));
         }

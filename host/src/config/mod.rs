@@ -8,8 +8,11 @@
 //! Later sources win: defaults, then the file, then the environment, then `--set`.
 
 mod error;
+mod file;
+mod home;
 mod keys;
 mod load;
+mod name;
 mod reference;
 mod served;
 mod settings;
@@ -18,7 +21,9 @@ mod storage;
 mod value;
 
 pub use error::{ConfigError, ConfigErrors, Origin};
+pub(crate) use home::expanded_in;
 pub use load::{Loaded, Sources, load};
+pub(crate) use name::check_name;
 pub use reference::reference;
 pub use served::check_served;
 pub use settings::{

@@ -24,7 +24,8 @@ pub fn reference() -> String {
     }
     out.push_str(
         "\n# One table for each storage backend; NAME is one that storage.backend or storage.backends says. The keys below\n\
-         # are the host's, all others are the backend's own: `kvdock plugin info NAME` lists them.\n\
+         # are the host's, all others are the backend's own: `kvdock plugin info NAME` lists them. In texts there too a leading ~/ is the home folder.\n\
+         # A NAME has 1 to 64 of the characters a-z, 0-9, _ and -.\n\
          # [storage.NAME]\n",
     );
     for key in BACKEND_KEYS {

@@ -6,7 +6,9 @@ use serde_json::{Map, Value as Json};
 use toml::Value;
 
 use super::error::{ConfigError, Origin};
+use super::home::expanded_in;
 use super::keys::{BACKEND_KEYS, Key};
+use super::name::check_name;
 use super::source::{Leaf, Leaves, join};
 use super::value::{parse_size, show};
 use crate::plugin::backend::BackendSettings;
@@ -122,9 +124,12 @@ impl BackendTable {
     }
 
     /// The backend's own config as its plugin reads it: where `schema` (JSON Schema) wants an
-    /// integer and the config says a size such as `"10GiB"`, the number of bytes.
-    pub fn for_schema(&self, schema: &Json) -> Map<String, Json> {
-        let mut own = self.own.clone();
+    /// integer and the config says a size such as `"10GiB"`, the number of bytes; where a text begins with `~/`, the home folder.
+    ///
+    /// # Errors
+    /// Names the key that needs the home folder where there is none.
+    pub fn for_schema(&self, schema: &Json) -> Result<Map<String, Json>, String> {
+        let mut own = expanded_in(&format!("storage.{}", self.name), schema, &self.own)?;
         for (key, value) in &mut own {
             let declared = schema
                 .get("properties")
@@ -141,14 +146,17 @@ impl BackendTable {
                 *value = Json::from(bytes);
             }
         }
-        own
+        Ok(own)
     }
 
     fn set_host_key(&mut self, key: &Key, path: &str, value: &Value) -> Result<(), String> {
         let checked = key.kind.check(value).map_err(|takes| format!("{path} = {}: takes {takes}", show(value)))?;
         let text = || checked.as_str().unwrap_or_default().to_owned();
         match key.path {
-            "plugin" => self.plugin = text(),
+            "plugin" => {
+                check_name(&text()).map_err(|wrong| format!("{path}: {wrong}"))?;
+                self.plugin = text();
+            }
             "write_policy" => self.settings.write_policy = Some(text()),
             "timeout" => self.settings.timeout = seconds(&checked, path)?,
             "drain_timeout" => self.settings.drain_timeout = seconds(&checked, path)?,
@@ -343,7 +351,7 @@ mod tests {
             "max_bytes": {"type": ["integer", "null"]}, "dir": {"type": "string"},
             "n": {"type": "integer"}}});
         assert_eq!(
-            Json::Object(table.for_schema(&schema)),
+            Json::Object(table.for_schema(&schema).unwrap()),
             json!({"max_bytes": 10_u64 << 30, "dir": "1GiB", "n": "x"})
         );
     }

@@ -224,7 +224,11 @@ fn a_backends_host_keys_are_checked() {
         ["kvdock.toml:2: storage.file.timeout is a table: takes a number from 0.001 to 3600"]
     );
     assert!(errors("[storage.file]\nsha256 = \"12\"")[0].contains("64 hex digits"));
-    assert!(errors("[storage.\"a b\"]\nx = 1")[0].contains("a backend's name takes"));
+    let found = errors("[storage.\"a b\"]\nx = 1");
+    assert!(
+        found[0].starts_with("kvdock.toml:2: the name of a backend's table") && found[0].ends_with("found \"a b\""),
+        "{found:?}"
+    );
     assert!(errors("[storage.file]\nx = nan")[0].contains("takes a finite number"));
 }
 
@@ -233,7 +237,7 @@ fn one_backend_key_or_the_other() {
     let found = errors("[storage]\nbackend = \"a\"\nbackends = [\"b\"]");
     assert!(found[0].contains("exclude each other"), "{found:?}");
     let found = errors("[storage]\nbackends = [\"a\", \"/tmp/b.so\", \"required\"]");
-    assert!(found[0].contains("a backend's name takes") && found[1].contains("a key of [storage]"), "{found:?}");
+    assert!(found[0].contains("found \"/tmp/b.so\"") && found[1].contains("a key of [storage]"), "{found:?}");
     let found = errors("[storage]\nbackends = [\"b\", \"b\"]");
     assert!(found[0].contains("names \"b\" twice"), "{found:?}");
 }
@@ -242,8 +246,33 @@ fn one_backend_key_or_the_other() {
 fn a_backend_without_a_name_was_taken_for_none() {
     for text in ["[storage]\nbackend = \"\"", "[storage]\nbackends = [\"\"]"] {
         let found = errors(text);
-        assert!(found.len() == 1 && found[0].contains("names \"\": a backend's name takes"), "{found:?}");
+        assert!(found.len() == 1 && found[0].contains("names a backend: a name takes 1 to 64"), "{found:?}");
     }
+}
+
+#[test]
+fn names_of_any_length_were_taken() {
+    let long = "x".repeat(65);
+    for text in [
+        format!("[storage]\nbackend = \"{long}\""),
+        format!("[storage]\nbackends = [\"{long}\"]"),
+        format!("[storage.{long}]\ndir = \"/x\""),
+        format!("[storage.file]\nplugin = \"{long}\""),
+    ] {
+        let found = errors(&text);
+        assert!(found.len() == 1 && found[0].starts_with("kvdock.toml:2: "), "{found:?}");
+        assert!(found[0].contains("a name takes 1 to 64") && found[0].contains("(65 bytes)"), "{found:?}");
+    }
+}
+
+#[test]
+fn paths_in_the_home_folder_are_found() {
+    let home = std::env::home_dir().unwrap();
+    let config = config("[model]\npath = \"~/m.gguf\"\n[storage]\nplugin_path = [\"~/plugins\", \"/p\"]\n");
+    assert_eq!(config.model.path, Some(home.join("m.gguf")));
+    assert_eq!(config.storage.plugin_path, [home.join("plugins"), "/p".into()]);
+    let list = with_set(&["storage.plugin_path=/p:~/plugins"]).unwrap().storage.plugin_path;
+    assert_eq!(list, ["/p".into(), home.join("plugins")]);
 }
 
 #[test]

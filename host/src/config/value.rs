@@ -2,11 +2,15 @@
 
 use toml::Value;
 
+use super::home::expanded;
+
 /// What a key takes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Kind {
     /// Any text.
     Text,
+    /// The path of a file or a folder.
+    Path,
     /// Text that is never printed.
     Secret,
     /// `true` or `false`.
@@ -32,6 +36,7 @@ impl Kind {
     pub(crate) fn describe(&self) -> String {
         match self {
             Self::Text | Self::Secret => "text".into(),
+            Self::Path => "a path; a leading ~/ is the home folder".into(),
             Self::Bool => "true or false".into(),
             Self::Int(low, high) => format!("an integer {}", bounds(*low, *high)),
             Self::IntOrAuto(low, high) => {
@@ -50,13 +55,15 @@ impl Kind {
                 }
             }
             Self::TextList => "a list of texts".into(),
-            Self::PathList => "a list of folders, or text with colons between them".into(),
+            Self::PathList => {
+                "a list of folders, or text with colons between them; a leading ~/ is the home folder".into()
+            }
         }
     }
 
     /// Whether a value given as bare text (`--set`, environment) is text whatever it looks like.
     pub(crate) fn is_text(&self) -> bool {
-        matches!(self, Self::Text | Self::Secret | Self::Choice(_))
+        matches!(self, Self::Text | Self::Path | Self::Secret | Self::Choice(_))
     }
 
     /// Checks `value` and brings it into the one form that the typed structs read. `Err` says
@@ -83,13 +90,17 @@ impl Kind {
                 _ => Err(refused()),
             },
             (Self::Choice(words), Value::String(text)) if words.contains(&text.as_str()) => Ok(value.clone()),
-            (Self::TextList | Self::PathList, Value::Array(items)) if items.iter().all(Value::is_str) => {
-                Ok(value.clone())
-            }
+            (Self::Path, Value::String(text)) => path(text),
+            (Self::TextList, Value::Array(items)) if items.iter().all(Value::is_str) => Ok(value.clone()),
             (Self::TextList, Value::String(text)) => Ok(Value::Array(vec![Value::String(text.clone())])),
-            (Self::PathList, Value::String(text)) => Ok(Value::Array(
-                text.split(':').filter(|part| !part.is_empty()).map(|part| Value::String(part.to_owned())).collect(),
-            )),
+            (Self::PathList, Value::Array(items)) => {
+                let paths = items.iter().map(|item| item.as_str().ok_or_else(refused).and_then(path));
+                paths.collect::<Result<_, _>>().map(Value::Array)
+            }
+            (Self::PathList, Value::String(text)) => {
+                let paths = text.split(':').filter(|part| !part.is_empty()).map(path);
+                paths.collect::<Result<_, _>>().map(Value::Array)
+            }
             _ => Err(refused()),
         }
     }
@@ -101,6 +112,11 @@ impl Kind {
             _ => None,
         }
     }
+}
+
+/// A path, with the home folder in place of a leading `~`.
+fn path(text: &str) -> Result<Value, String> {
+    expanded(text).map(Value::String).ok_or_else(|| "a whole path here, as there is no home folder".to_owned())
 }
 
 fn bounds(low: i64, high: i64) -> String {

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::abi::AbiVersions;
-use super::inspect::{PluginInfo, inspect_with};
+use super::inspect::{PluginInfo, inspect_with, name_in};
 use super::refusal::{Reason, Refusal};
 use crate::config::nearest;
 
@@ -100,12 +100,17 @@ pub fn find(name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
 /// As [`find`].
 pub fn find_with(host: AbiVersions, name: &str, folders: &[PathBuf]) -> Result<PluginInfo, String> {
     let mut found = Found::default();
-    for file in files(folders) {
+    // The first of a name wins, so there is no need to read the others whole: an attach under load has no time to waste.
+    for file in files(folders).filter(|file| name_in(file).is_some_and(|found| found == name)) {
         found.look_at(host, &file);
-        // The first of a name wins, so there is no need to read the others: an attach under load has no time to waste.
         if let Some(info) = found.by_name(name) {
             return Ok(info.clone());
         }
+    }
+    // For the words of the error.
+    let found = discover_with(host, folders);
+    if let Some(info) = found.by_name(name) {
+        return Ok(info.clone());
     }
     let searched: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
     let names: Vec<&str> =

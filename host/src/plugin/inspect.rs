@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use kvdock_plugin_api::note::{NOTE_OWNER, NOTE_SECTION, NOTE_TYPE};
 use kvdock_plugin_api::{Capabilities, v0_1::ENTRY_SYMBOL};
 use object::read::elf::{ElfFile64, FileHeader};
-use object::{Endianness, Object, ObjectSection, ObjectSymbol, elf};
+use object::{Endianness, Object, ObjectSection, ObjectSymbol, ReadCache, elf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -148,6 +148,19 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Reason> {
         file.read_to_end(&mut bytes).map_err(unreadable)?;
     }
     Ok(bytes)
+}
+
+/// The name in a file's note, of which no more is read than that takes. None where it can't be told so; [`inspect`] says why.
+pub(super) fn name_in(path: &Path) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Named {
+        name: String,
+    }
+    std::fs::metadata(path).ok().filter(|meta| meta.is_file() && meta.len() <= LARGEST)?;
+    let parts = ReadCache::new(std::fs::File::open(path).ok()?);
+    let file = ElfFile64::<Endianness, _>::parse(&parts).ok()?;
+    let note = note_descriptor(file.section_by_name(NOTE_SECTION)?.data().ok()?).ok()?;
+    serde_json::from_slice(note).ok().map(|Named { name }| name)
 }
 
 /// Lower-case hex digits.

@@ -75,7 +75,7 @@ pub fn open(request: &OpenRequest) -> Result<Opened, String> {
     let library = load_with(request.abi, &info.path, request.config.sha256.as_deref())
         .map_err(|refusal| fail(refusal.to_string()))?;
     let schema = &library.info.note.config_schema;
-    let own = request.config.for_schema(schema);
+    let own = request.config.for_schema(schema).map_err(fail)?;
     let shown_config = validate(&name, schema, &own).map_err(fail)?;
     let anchor = request.pools.first().and_then(|pools| pools.first());
     let alike = request.identity.replicated && anchor.is_some_and(|pool| !pool.logical);

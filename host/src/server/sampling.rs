@@ -197,27 +197,61 @@ pub(super) fn check_samples(prefix: &str, params: &SamplingParams, copies: usize
         .try_for_each(|(name, bytes)| check_copies(&format!("{prefix}{name}"), bytes, copies))
 }
 
-/// Whether the log-probabilities that an answer to `requests` may have are few enough to be held and told. `room` is the most tokens that a request
-/// may have, and `name` the field that says how many are wanted.
-pub(super) fn check_logprobs(name: &str, requests: &[Request], room: usize) -> Result<(), ApiError> {
-    let of = |request: &Request| {
-        let options = &request.logprobs;
-        let prompt = request.prompt_ids.len();
-        let told = options.prompt_start.map_or(0, |start| prompt.saturating_sub(start));
-        let left = room.saturating_sub(prompt);
-        let new = request.sampling.max_new_tokens.map_or(left, |new| left.min(new as usize));
-        let tokens = told + if options.output { new } else { 0 };
-        tokens.saturating_mul(request.n as usize).saturating_mul(1 + options.top + options.token_ids.len())
+/// Sees to it that the log-probabilities that an answer to `requests` may have are few enough to be held and told. A request that does not say how many
+/// tokens it may get gets as many as leave room for them, and ends with the reason "length" there; as many as it says are not cut. `room` is the most tokens
+/// that a request may have, and `name` the field that says how many log-probabilities are wanted.
+///
+/// # Errors
+/// Names the field, how many are asked for and how many are told.
+pub(super) fn bound_logprobs(name: &str, requests: &mut [Request], room: usize) -> Result<(), ApiError> {
+    let all = requests.iter().map(|request| logprobs_of(request, room)).fold(0, usize::saturating_add);
+    if all <= MOST_LOGPROBS {
+        return Ok(());
+    }
+    let is_open = |request: &Request| request.logprobs.output && request.sampling.max_new_tokens.is_none();
+    // Without a single token of those that are open.
+    let certain = requests.iter().map(|request| match is_open(request) {
+        true => logprobs_of(request, request.prompt_ids.len()),
+        false => logprobs_of(request, room),
+    });
+    let left = MOST_LOGPROBS.checked_sub(certain.fold(0, usize::saturating_add));
+    let a_token =
+        requests.iter().filter(|request| is_open(request)).map(logprobs_a_token).fold(0, usize::saturating_add);
+    let most = left.and_then(|left| left.checked_div(a_token)).and_then(|most| u32::try_from(most).ok());
+    let suffices = |most: &u32| {
+        let least =
+            requests.iter().filter(|request| is_open(request)).map(|request| request.sampling.min_new_tokens.max(1));
+        least.max().is_some_and(|least| least <= *most)
     };
-    match requests.iter().map(of).fold(0, usize::saturating_add) {
-        0..=MOST_LOGPROBS => Ok(()),
-        all => Err(ApiError::field(
+    let Some(most) = most.filter(suffices) else {
+        return Err(ApiError::field(
             name,
             format!(
                 "asks for up to {all} log-probabilities over all tokens of all prompts and samples; at most {MOST_LOGPROBS} are told in one answer"
             ),
-        )),
-    }
+        ));
+    };
+    // Where the context ends earlier, that is the end.
+    let is_longer =
+        |request: &&mut Request| is_open(request) && request.prompt_ids.len().saturating_add(most as usize) < room;
+    requests.iter_mut().filter(is_longer).for_each(|request| request.sampling.max_new_tokens = Some(most));
+    Ok(())
+}
+
+/// How many log-probabilities a request may be told, where it may have `room` tokens.
+fn logprobs_of(request: &Request, room: usize) -> usize {
+    let options = &request.logprobs;
+    let prompt = request.prompt_ids.len();
+    let told = options.prompt_start.map_or(0, |start| prompt.saturating_sub(start));
+    let left = room.saturating_sub(prompt);
+    let new = request.sampling.max_new_tokens.map_or(left, |new| left.min(new as usize));
+    let tokens = told + if options.output { new } else { 0 };
+    tokens.saturating_mul(logprobs_a_token(request))
+}
+
+/// How many of them a token has, over all samples.
+fn logprobs_a_token(request: &Request) -> usize {
+    (request.n as usize).saturating_mul(1 + request.logprobs.top + request.logprobs.token_ids.len())
 }
 
 /// About how many bytes a value takes.
@@ -323,15 +357,44 @@ mod tests {
             request.logprobs = LogprobOptions { output: true, prompt_start: Some(0), top, ..LogprobOptions::default() };
             request
         };
-        let check = |request: Request, prompts: usize| check_logprobs("top", &vec![request; prompts], 8192);
+        let check = |request: Request, prompts: usize| bound_logprobs("top", &mut vec![request; prompts], 8192);
         assert_eq!(check(request(19, 8, None), 3), Ok(()));
         let error = check(request(1024, 1, Some(1)), 8).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("top"));
         assert!(error.message.contains(&(8 * 8001 * 1025).to_string()), "{}", error.message);
-        assert!(check(request(19, 8, None), 4).is_err());
+        assert!(check(request(19, 8, None), 4).is_err(), "the prompts' own are too many");
         let mut none = request(1024, 128, None);
         none.logprobs = LogprobOptions::default();
-        assert_eq!(check_logprobs("top", &[none], 8192), Ok(()), "without log-probabilities there is none");
+        assert_eq!(bound_logprobs("top", &mut [none], 8192), Ok(()), "without log-probabilities there is none");
+    }
+
+    #[test]
+    fn two_samples_of_a_long_context_were_refused_for_tokens_that_nobody_asked_for() {
+        let request = |n: u32, new: Option<u32>| {
+            let mut request = Request::new("r", vec![1; 40], SamplingParams { max_new_tokens: new, ..chat(json!({})) });
+            request.n = n;
+            request.logprobs = LogprobOptions { output: true, top: 20, ..LogprobOptions::default() };
+            request
+        };
+        let bound = |mut requests: Vec<Request>| {
+            bound_logprobs("top_logprobs", &mut requests, 131_072)?;
+            Ok::<_, ApiError>(requests.iter().map(|request| request.sampling.max_new_tokens).collect::<Vec<_>>())
+        };
+        let most = (MOST_LOGPROBS / (2 * 21)) as u32;
+        assert_eq!(bound(vec![request(1, None)]), Ok(vec![None]), "there is room for all that may come");
+        assert_eq!(bound(vec![request(2, None)]), Ok(vec![Some(most)]));
+        assert_eq!(bound(vec![request(1, None), request(1, None)]), Ok(vec![Some(most), Some(most)]));
+        assert_eq!(
+            bound(vec![request(2, Some(most - 10)), request(1, None)]),
+            Ok(vec![Some(most - 10), Some(20 + (MOST_LOGPROBS as u32 % 42) / 21)]),
+            "what is said is not cut"
+        );
+        let error = bound(vec![request(2, Some(131_000))]).unwrap_err();
+        assert!(error.message.contains(&(131_000 * 42).to_string()), "{}", error.message);
+        assert!(bound(vec![request(2, Some(most)), request(128, None)]).is_err(), "there is no room for a token");
+        let mut long = request(2, None);
+        long.sampling.min_new_tokens = most + 1;
+        assert!(bound(vec![long]).is_err(), "no fewer than it asks for");
     }
 
     #[test]

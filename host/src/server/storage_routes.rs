@@ -13,6 +13,7 @@ use super::fields::Fields;
 use super::state::Server;
 use super::storage_status::status_json;
 use crate::cache::{PrefetchPolicy, WritePolicy};
+use crate::config::check_name;
 use crate::plugin::admin::{AdminError, AttachMode, AttachRequest, StorageAdmin, StorageStatus};
 
 /// Most time for a clear.
@@ -74,25 +75,18 @@ pub(super) async fn attach(server: Arc<Server>, fields: Fields) -> Result<Respon
     Ok(reply(result, "HiCache storage backend attached.", "Failed to attach HiCache storage backend."))
 }
 
+/// Checks the name of a backend, in the field or parameter `field`.
+fn expect_name(field: &'static str, name: Option<&str>) -> Result<(), ApiError> {
+    let Some(name) = name else { return Ok(()) };
+    check_name(name).map_err(|wrong| ApiError::field(field, format!("names a backend: {wrong}")))
+}
+
 fn read_attach(mut fields: Fields) -> Result<AttachRequest, ApiError> {
     let backend = match fields.text("hicache_storage_backend")? {
         Some(name) => name,
         None => return Err(ApiError::field("hicache_storage_backend", "is missing")),
     };
-    let plain = |name: &str| {
-        !name.is_empty()
-            && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'_' | b'-'))
-    };
-    if !plain(&backend) {
-        let shown: String = backend.chars().take(80).collect();
-        return Err(ApiError::field(
-            "hicache_storage_backend",
-            format!(
-                "takes the name of a backend (lower-case letters, digits, \"_\", \"-\"), never a \
-                 path; found {shown:?}"
-            ),
-        ));
-    }
+    expect_name("hicache_storage_backend", Some(&backend))?;
     let config = read_extra_config(&mut fields)?;
     let prefetch_policy = fields.text("hicache_storage_prefetch_policy")?;
     if let Some(Err(error)) = prefetch_policy.as_deref().map(str::parse::<PrefetchPolicy>) {
@@ -104,6 +98,7 @@ fn read_attach(mut fields: Fields) -> Result<AttachRequest, ApiError> {
     }
     let mode = fields.text("kvdock_mode")?;
     let replaced = fields.text("kvdock_backend")?;
+    expect_name("kvdock_backend", replaced.as_deref())?;
     let mode = match (mode.as_deref(), replaced) {
         (Some("add"), None) => AttachMode::Add,
         (Some("add"), Some(_)) => {
@@ -126,8 +121,17 @@ fn read_attach(mut fields: Fields) -> Result<AttachRequest, ApiError> {
 /// The backend's config: JSON in a string, as SGLang has it, or an object. Also taken under the name by which GET shows it.
 fn read_extra_config(fields: &mut Fields) -> Result<Option<Map<String, Value>>, ApiError> {
     const NAME: &str = "hicache_storage_backend_extra_config_json";
-    let shown = fields.take("hicache_storage_backend_extra_config");
-    match fields.take(NAME).or(shown) {
+    const SHOWN: &str = "hicache_storage_backend_extra_config";
+    let given = match (fields.take(NAME), fields.take(SHOWN)) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::field(
+                SHOWN,
+                format!("says the same as {NAME}, which is there too; give one of them"),
+            ));
+        }
+        (given, shown) => given.or(shown),
+    };
+    match given {
         None => Ok(None),
         Some(Value::Object(map)) => Ok(Some(map)),
         Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
@@ -145,6 +149,7 @@ fn read_extra_config(fields: &mut Fields) -> Result<Option<Map<String, Value>>, 
 
 /// `DELETE`: detaches one or all.
 pub(super) async fn detach(server: Arc<Server>, backend: Option<String>, force: bool) -> Result<Response, ApiError> {
+    expect_name("backend", backend.as_deref())?;
     let admin = admin(&server)?;
     let result = blocking(move || admin.detach(backend.as_deref(), force)).await;
     Ok(reply(result, "HiCache storage backend detached.", "Failed to detach HiCache storage backend."))
@@ -152,6 +157,7 @@ pub(super) async fn detach(server: Arc<Server>, backend: Option<String>, force: 
 
 /// `POST .../clear`: removes what one backend or all hold for this server's namespace.
 pub(super) async fn clear(server: Arc<Server>, backend: Option<String>) -> Result<Response, ApiError> {
+    expect_name("backend", backend.as_deref())?;
     let admin = admin(&server)?;
     let result = blocking(move || admin.clear(backend.as_deref(), CLEAR_TIMEOUT)).await;
     Ok(reply(
@@ -188,6 +194,36 @@ mod tests {
     fn the_name_that_the_status_uses_is_taken_too() {
         let body = json!({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": {"dir": "/y"}});
         assert_eq!(read(body).unwrap().config.unwrap()["dir"], "/y");
+    }
+
+    #[test]
+    fn one_of_two_configurations_was_dropped_without_a_word() {
+        let both = |shown: Value| {
+            json!({
+                "hicache_storage_backend": "mooncake",
+                "hicache_storage_backend_extra_config_json": "{\"master_server_address\": \"127.0.0.1:1\"}",
+                "hicache_storage_backend_extra_config": shown,
+            })
+        };
+        let error = read(both(json!({"protocol": "tcp"}))).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("hicache_storage_backend_extra_config"));
+        assert!(error.message.contains("give one of them"), "{}", error.message);
+        assert!(read(both(Value::Null)).is_ok(), "null is not given");
+    }
+
+    #[test]
+    fn names_of_any_length_were_taken() {
+        let long = "x".repeat(70_000);
+        for (field, body) in [
+            ("hicache_storage_backend", json!({"hicache_storage_backend": long})),
+            ("kvdock_backend", json!({"hicache_storage_backend": "file", "kvdock_backend": long})),
+        ] {
+            let error = read(body).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some(field));
+            assert!(error.message.contains("1 to 64") && error.message.len() < 300, "{}", error.message);
+        }
+        assert!(expect_name("backend", Some(&long)).is_err());
+        assert!(expect_name("backend", None).is_ok());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::ModelError;
+use crate::load::read_if_there;
 
 /// A JSON object and the file it came from.
 #[derive(Debug)]
@@ -19,13 +20,7 @@ impl JsonFile {
     /// # Errors
     /// A file that cannot be read or is no JSON object.
     pub fn open(path: &Path) -> Result<Option<Self>, ModelError> {
-        let text = match std::fs::read(path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => {
-                return Err(ModelError::Io { path: path.to_path_buf(), source });
-            }
-        };
+        let Some(text) = read_if_there(path)? else { return Ok(None) };
         let object = serde_json::from_slice(&text).map_err(|error| ModelError::Damaged {
             path: path.to_path_buf(),
             what: format!("expected a JSON object, found {error}"),

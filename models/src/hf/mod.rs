@@ -11,6 +11,7 @@ use shard::Shard;
 pub(crate) use shard::StoredTensor;
 
 use crate::ModelError;
+use crate::load::{read, read_if_there};
 use crate::spec::GenerationDefaults;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
@@ -147,7 +148,7 @@ impl HfFolder {
     /// When the file is missing, damaged, or of a kind that is not supported.
     pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
         let path = self.dir.join("tokenizer.json");
-        let json = std::fs::read(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        let json = read(&path)?;
         Tokenizer::from_json(&path, &json, self.special_token("bos_token")?, self.special_token("eos_token")?)
     }
 
@@ -159,12 +160,12 @@ impl HfFolder {
         let bos = self.special_token("bos_token")?.unwrap_or_default();
         let eos = self.special_token("eos_token")?.unwrap_or_default();
         let path = self.dir.join("chat_template.jinja");
-        match std::fs::read_to_string(&path) {
-            Ok(source) => {
-                return ChatTemplate::new(path.display().to_string(), source, bos, eos).map(Some);
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(source) => return Err(ModelError::Io { path, source }),
+        if let Some(bytes) = read_if_there(&path)? {
+            let source = String::from_utf8(bytes).map_err(|error| ModelError::Damaged {
+                path: path.clone(),
+                what: format!("expected UTF-8, found another byte at {}", error.utf8_error().valid_up_to()),
+            })?;
+            return ChatTemplate::new(path.display().to_string(), source, bos, eos).map(Some);
         }
         let Some(config) = &self.tokenizer_config else {
             return Ok(None);

@@ -24,7 +24,7 @@ pub(super) use child::{StepArgs, step};
 
 use super::interrupt::Interrupts;
 use super::{Failure, print, say};
-use crate::config::Sources;
+use crate::config::{Sources, expanded_in};
 use crate::plugin::{PluginInfo, Reason, find, inspect, schema, search_path};
 use process::Plugin;
 
@@ -209,6 +209,7 @@ fn config(info: &PluginInfo, given: Option<&str>) -> Result<(Value, Vec<String>)
     let Value::Object(keys) = value else {
         return Err(Failure(format!("--config: expected a JSON object, found {text}")));
     };
+    let keys = expanded_in("--config", &note.config_schema, &keys).map_err(Failure)?;
     let (keys, said, warnings) = kept_apart(keys, &note.check_config, &note.config_schema);
     said.iter().chain(&warnings).for_each(|line| say(line));
     let value = Value::Object(keys);

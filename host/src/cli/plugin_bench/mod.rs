@@ -28,6 +28,7 @@ use super::check::locate;
 use super::interrupt::Interrupts;
 use super::machine::{cpus, memory, size};
 use super::{Failure, print, say};
+use crate::config::expanded_in;
 use crate::plugin::schema::validate;
 use crate::plugin::{PluginInfo, inspect};
 use event::Event;
@@ -129,6 +130,7 @@ fn config(info: &PluginInfo, given: Option<&str>, scratch: &Path) -> Result<(Map
         Value::Null if given.is_none() => Map::new(),
         other => return Err(wrong(format!("expected a JSON object, found {other}"))),
     };
+    let config = expanded_in("--config", &info.note.config_schema, &config).map_err(Failure)?;
     validate(&info.note.name, &info.note.config_schema, &config).map_err(Failure)?;
     Ok((config, in_scratch))
 }

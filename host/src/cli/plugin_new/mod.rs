@@ -4,7 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use kvdock_models::files::read_regular;
+
 use super::{Failure, print};
+use crate::config::check_name as check;
 
 /// Version of the API crate that this program is built with.
 const API_VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -82,13 +85,7 @@ fn name_of(dir: &Path) -> Result<String, Failure> {
 
 /// Names are those of the boundary's note.
 fn check_name(name: &str) -> Result<(), Failure> {
-    let good = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_".contains(&byte);
-    if (1..=64).contains(&name.len()) && name.bytes().all(good) {
-        return Ok(());
-    }
-    Err(Failure(format!(
-        "{name:?} is no name for a plugin: expected 1 to 64 of the characters a-z, 0-9, \"-\" and \"_\"; give one with --name"
-    )))
+    check(name).map_err(|wrong| Failure(format!("the plugin's name: {wrong}; give one with --name")))
 }
 
 fn check_empty(dir: &Path) -> Result<(), Failure> {
@@ -115,11 +112,15 @@ fn check_empty(dir: &Path) -> Result<(), Failure> {
     }
 }
 
+/// Most bytes of a crate's manifest.
+const MOST_MANIFEST: u64 = 1 << 20;
+
 /// Version of the API crate whose source lies in `folder`.
 fn api_version(folder: &Path) -> Result<String, String> {
     let manifest = folder.join("Cargo.toml");
     let read = |path: &Path| -> Result<toml::Table, String> {
-        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let bytes = read_regular(path, MOST_MANIFEST).map_err(|error| format!("{}: {error}", path.display()))?;
+        let text = String::from_utf8(bytes).map_err(|error| format!("{}: {error}", path.display()))?;
         text.parse().map_err(|error: toml::de::Error| format!("{}: {}", path.display(), error.message()))
     };
     let table = read(&manifest)?;

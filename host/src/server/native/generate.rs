@@ -172,7 +172,7 @@ fn read(mut fields: Fields, served: &Served, unknown: &UnknownFields, client: &C
             ..Request::new(id, prompt, params)
         });
     }
-    sampling::check_logprobs("top_logprobs_num", &requests, served.engine.max_request_tokens())?;
+    sampling::bound_logprobs("top_logprobs_num", &mut requests, served.engine.max_request_tokens())?;
     Ok(Generate { requests, rules, name, n, list: batch || n > 1, stream })
 }
 

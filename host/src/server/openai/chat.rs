@@ -115,7 +115,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
     }
     common::finish(fields, UNSERVED, &server.unknown)?;
     let prompt_ids = tokenize_chat(served, conversation, &variables, client)?;
-    let request = Request {
+    let mut request = Request {
         logprobs: LogprobOptions {
             output: with_logprobs,
             top: top.and_then(|top| usize::try_from(top).ok()).unwrap_or(0),
@@ -124,7 +124,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
         ..common.request(common.id.clone(), prompt_ids)
     };
     let room = served.engine.max_request_tokens();
-    sampling::check_logprobs("top_logprobs", std::slice::from_ref(&request), room)?;
+    sampling::bound_logprobs("top_logprobs", std::slice::from_mut(&mut request), room)?;
     Ok(Chat { common, logprobs: with_logprobs, request })
 }
 

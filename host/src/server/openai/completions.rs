@@ -145,7 +145,7 @@ fn read(mut fields: Fields, served: &Served, server: &Server, client: &Client) -
             ..common.request(id, ids)
         });
     }
-    sampling::check_logprobs("logprobs", &requests, served.engine.max_request_tokens())?;
+    sampling::bound_logprobs("logprobs", &mut requests, served.engine.max_request_tokens())?;
     Ok(TextRequest { common, logprobs, echo: echoes, requests, group: None })
 }
 

@@ -1,6 +1,7 @@
 //! Where settings come from that the configuration leaves out.
 
 use std::collections::BTreeMap;
+use std::io::Read as _;
 
 use kvdock_plugin_api::{Error, Result};
 use serde_json::{Map, Value};
@@ -68,6 +69,20 @@ pub(super) struct Complete {
     pub notes: Vec<Note>,
 }
 
+/// Most bytes of a file with settings.
+const MOST: u64 = 1 << 20;
+
+/// The text of a regular file. Anything else is not opened: a FIFO would wait for somebody to write, and a device need not end.
+fn text(path: &str) -> std::io::Result<String> {
+    let wrong = |what: String| Err(std::io::Error::other(what));
+    if !std::fs::metadata(path)?.is_file() {
+        return wrong("expected a regular file".to_owned());
+    }
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MOST + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MOST { wrong(format!("expected at most {MOST} bytes, found more")) } else { Ok(text) }
+}
+
 /// Completes a configuration: when it names no master, from the file that an environment variable names, else from the environment. What
 /// the configuration itself says always counts, but for the name of this machine.
 pub(super) fn complete(
@@ -85,7 +100,7 @@ pub(super) fn complete(
     if !has_master(&given) {
         if let Some(path) = set(FILE) {
             let wrong = |what: String| fail(instance, "master_server_address", &format!("{FILE} names {path}: {what}"));
-            let text = std::fs::read_to_string(&path).map_err(|error| wrong(format!("it can't be read: {error}")))?;
+            let text = text(&path).map_err(|error| wrong(format!("it can't be read: {error}")))?;
             let found: Map<String, Value> =
                 serde_json::from_str(&text).map_err(|error| wrong(format!("it is no JSON object: {error}")))?;
             if !has_master(&found) {

@@ -188,6 +188,10 @@ fn environment_and_file_complete_what_names_no_master() {
     assert!(with("{}", &file).unwrap_err().message.contains("it has no master_server_address"));
     std::fs::write(&path, "no").unwrap();
     assert!(with("{}", &file).unwrap_err().message.contains("no JSON object"));
+    std::fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
+    assert!(with("{}", &file).unwrap_err().message.contains("at most 1048576 bytes"), "it was read into memory");
+    let device = [("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", "/dev/zero")];
+    assert!(with("{}", &device).unwrap_err().message.contains("expected a regular file"), "it was read without end");
 }
 
 /// On three machines, with the name left out, each server told the others to find it at their own.
