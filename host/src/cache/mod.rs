@@ -24,6 +24,7 @@
 //!
 //! Nothing that goes wrong in storage fails a request: what does not come is computed.
 
+mod checksum;
 mod config;
 mod controller;
 #[cfg(test)]

@@ -174,7 +174,7 @@ mod tests {
         let (events, receiver) = tokio::sync::mpsc::unbounded_channel();
         let (commands, told) = crossbeam_channel::unbounded();
         let mut stream = RequestStream::new("a".to_owned(), 1, 2, receiver, commands);
-        let mut next = |stream: &mut RequestStream| {
+        let next = |stream: &mut RequestStream| {
             let context = &mut Context::from_waker(Waker::noop());
             Pin::new(stream).poll_next(context).map(|event| event.is_some())
         };

@@ -182,10 +182,17 @@ impl CpuKvPool {
     unsafe fn copy<W: Copy, const OUT: bool>(&self, page: u32, layer: usize, host: &HostPage) {
         let KvSpec { head_dim_k: dk, head_dim_v: dv, page_tokens, .. } = self.spec;
         if !OUT && layer + 1 < self.spec.layers {
-            // Rows of a page lie apart on the host, and layers in the pool, so the processor does not foresee what comes next.
+            // Rows of a page lie apart on the host, and layers in the pool, so the processor does not foresee what comes next, on either side.
             for head in 0..self.spec.kv_heads {
                 let host_k = host.k.wrapping_add((layer + 1) * host.k_layer_stride + head * host.k_head_stride);
                 let host_v = host.v.wrapping_add((layer + 1) * host.v_layer_stride + head * host.v_head_stride);
+                let block = self.block(layer + 1, page, head) * page_tokens * size_of::<W>();
+                (0..page_tokens * dk * size_of::<W>())
+                    .step_by(64)
+                    .for_each(|at| prefetch(self.keys.as_ptr(), block * dk + at));
+                (0..page_tokens * dv * size_of::<W>())
+                    .step_by(64)
+                    .for_each(|at| prefetch(self.values.as_ptr(), block * dv + at));
                 for token in 0..page_tokens {
                     let (k, v) = (token * host.k_token_stride, token * host.v_token_stride);
                     (0..dk * size_of::<W>()).step_by(64).for_each(|at| prefetch(host_k, k + at));

@@ -18,6 +18,7 @@ use super::mapping::Mapping;
 use super::memory::{DeviceMemory, HostShape, NamedPlanes};
 use super::noted::Noted;
 use super::pages::{Holders, SharedPages};
+use crate::cache::checksum::{FORESIGHT, LANES, append, prefetch};
 use crate::cache::layout::{HostLayout, PlaneShape, PlaneStrides};
 use crate::cache::seal::{SealFault, SealFormat};
 use crate::cache::types::CacheError;
@@ -493,8 +494,7 @@ impl HostPool {
         std::iter::once_with(move || unsafe { self.sums(&self.descriptions[pool], page) }).flatten()
     }
 
-    /// CRC-32C of each component of a page, run by run for all of them, so that memory is gone through as it lies, and one component's
-    /// checksum need not wait for the one before.
+    /// CRC-32C of each component of a page, run by run for all of them, so that memory is gone through as it lies, and several side by side.
     ///
     /// # Safety
     ///
@@ -503,10 +503,22 @@ impl HostPool {
         let mut sums = vec![0; pool.components.len()];
         let runs = pool.components.iter().map(|component| component.run_count).max().unwrap_or(0);
         for run in 0..runs {
-            for (sum, component) in sums.iter_mut().zip(&pool.components) {
-                if run < component.run_count {
+            for (sums, components) in sums.chunks_mut(LANES).zip(pool.components.chunks(LANES)) {
+                let whole = components.iter().all(|component| run < component.run_count);
+                if let (Ok(sums), Ok(components), true) =
+                    (<&mut [u32; LANES]>::try_from(&mut *sums), <&[_; LANES]>::try_from(components), whole)
+                {
                     // SAFETY: the caller's promise.
-                    *sum = crc32c::crc32c_append(*sum, unsafe { self.run(pool, page, component, run) });
+                    let runs = components.each_ref().map(|component| unsafe { self.run(pool, page, component, run) });
+                    runs.iter().for_each(|run| prefetch(run.as_ptr(), FORESIGHT, run.len()));
+                    append(sums, runs);
+                    continue;
+                }
+                for (sum, component) in sums.iter_mut().zip(components) {
+                    if run < component.run_count {
+                        // SAFETY: the caller's promise.
+                        *sum = crc32c::crc32c_append(*sum, unsafe { self.run(pool, page, component, run) });
+                    }
                 }
             }
         }
