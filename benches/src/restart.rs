@@ -35,7 +35,8 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
     // Each turn is a fresh process.
     let launch = Launch::new().storage(&stored.folder).set("engine.threads", bench.threads);
     let ours = || first_token(&launch.start().client(), prompt, None, Some(TOKENS));
-    let rounds = bench.rounds.at_most(5);
+    // Each turn starts a process.
+    let rounds = bench.rounds.longer(5);
     if bench.wants(&llama_name) {
         let mut llama = Llama::start(bench, bench.threads)?;
         let state = bench.scratch.join("llama-state");
@@ -80,7 +81,7 @@ fn beside_the_disk(bench: &Bench, stored: &Stored, launch: &Launch) -> Result<Tu
         first_token(&server.client(), prompt, None, Some(TOKENS))
     };
     let peer = || job(Direction::Read).run().map(|rate| bytes / rate + step);
-    let turns = side_by_side(bench.rounds.at_most(5), ours, peer);
+    let turns = side_by_side(bench.rounds.longer(3), ours, peer);
     std::fs::remove_file(&file).with_context(|| format!("can't remove {}", file.display()))?;
     turns
 }
