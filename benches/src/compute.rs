@@ -85,7 +85,7 @@ pub fn rows(bench: &Bench, report: &mut Report) -> Result<()> {
         let step = weights + (our_count * context * decoding.token_bytes()) as f64;
         let memory = Memory::new(bench.threads, step as usize);
         let limit = || Ok(memory.read_rate()? / step * our_count as f64);
-        let of_limit_turns = side_by_side(bench.rounds.at_most(7), || decoding.more(), limit)?;
+        let of_limit_turns = side_by_side(bench.rounds.at_most(50), || decoding.more(), limit)?;
         let of_limit =
             format!("decode, {our_count} x context {context} (tokens/s), peer its bytes at the memory's rate");
         add(name, turns, Goal::Ratio(goal))?;
