@@ -211,13 +211,13 @@ fn measure(bench: &Bench, requests: usize, moments: Moments) -> Result<Measured>
     let (stop, stopped) = tokio::sync::watch::channel(false);
     let serving = runtime.spawn(run(listener, router(server), stopped));
     // The first ones open connections and fill what is filled once.
-    ask_all(address, CLIENTS, Moments::Same)?;
+    ask_all(address, 0, CLIENTS, Moments::Same)?;
     let model = || -> Result<Duration> {
         let calling = watched.busy.lock().unwrap_or_else(PoisonError::into_inner).processor;
         Ok(calling + compute_threads()?)
     };
     let (process, computed) = (clock(ClockId::ProcessCPUTime), model()?);
-    let asked = ask_all(address, requests, moments)?;
+    let asked = ask_all(address, 1, requests, moments)?;
     let process = clock(ClockId::ProcessCPUTime).saturating_sub(process);
     let computed = model()?.saturating_sub(computed);
     let _ = stop.send(true);
@@ -271,8 +271,8 @@ fn letter(client: usize) -> char {
     char::from(b'a' + (client % 26) as u8)
 }
 
-/// Has clients ask until they have asked so often together.
-fn ask_all(address: SocketAddr, requests: usize, moments: Moments) -> Result<Asked> {
+/// Has clients ask until they have asked so often together. `first` is the number of the first question of each.
+fn ask_all(address: SocketAddr, first: usize, requests: usize, moments: Moments) -> Result<Asked> {
     let (ready, taken, over) = (Barrier::new(CLIENTS), AtomicUsize::new(0), Over::default());
     std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
@@ -284,7 +284,7 @@ fn ask_all(address: SocketAddr, requests: usize, moments: Moments) -> Result<Ask
                     ready.wait();
                     let mut http = connected?;
                     let mut spans = Vec::new();
-                    for number in 0.. {
+                    for number in first.. {
                         // Never the same twice: neither tokenizer nor cache knows it.
                         let number = number * CLIENTS + client;
                         let text = format!("Name {} things that begin with the letter {}.", number + 2, letter(client));
